@@ -10,7 +10,7 @@ import hf_private
 PACKAGE = Path(hf_private.__file__).parent
 
 ROOMS = {
-    0: {"validate", "keystream"},
+    0: {"validate", "keystream", "prv"},
     1: {"persample", "clipping", "noise", "sampling", "accounting"},
     2: {"ledger", "layers", "methods"},
     3: {"bookkeeping"},
@@ -26,7 +26,7 @@ LIBRARIES = {  # library -> the rooms that may import it
     **dict.fromkeys(
         ("transformers", "accelerate", "peft", "huggingface_hub"), ROOMS[5] | ROOMS[6] | ROOMS[7] | ROOMS[8]
     ),
-    **dict.fromkeys(("dp_accounting", "prv_accountant"), {"accounting"}),
+    **dict.fromkeys(("dp_accounting", "prv_accountant"), {"accounting", "prv"}),
 }
 EXCEPTIONS = {("layers", "transformers.pytorch_utils")}  # the rule for Hugging Face's Conv1D has to name the class
 
