@@ -1,0 +1,145 @@
+"""BookKeeper: one backward pass, a book of (a, ds), and no parameter gradient computed by autograd."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .layers import REMEDY, Tap, UncoveredError, refusal, sites
+from .methods.full import Full, Method
+from .persample import Dense, Grams, PerSample, weighted_sum
+
+
+class BookKeeper:
+    """Collects the per-sample gradients of one batch in one backward pass, without forming them.
+
+    Guarantee: `norms()` and `weighted_sum(c)` equal what a loop of plain autograd over the records gives; a
+    trainable parameter whose use is not covered exactly is an error that names it. Leaving the block restores the
+    model: forward methods, hooks and `.grad`.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> model, x, y = nn.Linear(3, 2), torch.randn(5, 3), torch.randint(2, (5,))
+    >>> with BookKeeper(model) as book:
+    ...     losses = nn.functional.cross_entropy(model(x), y, reduction="none")
+    ...     book.backward(losses)
+    ...     norms = book.norms()
+    ...     grads = book.weighted_sum((1 / norms).clamp(max=1))
+    >>> norms.shape, sorted(grads)
+    (torch.Size([5]), ['bias', 'weight'])
+    """
+
+    def __init__(self, model: nn.Module, method: Method | None = None) -> None:
+        self.model, self.method = model, method or Full()
+        self.anchor = torch.zeros((), requires_grad=True)
+        self.grams = Grams()
+        self._batch_size: int | None = None
+        self._records: dict[str, PerSample] = {}
+        self._undo: list[tuple[nn.Module, str, Any]] = []
+
+    # -- attaching and restoring ------------------------------------------------------------------------------
+
+    def __enter__(self) -> "BookKeeper":
+        for path, module in self.model.named_modules():
+            if reason := refusal(module):
+                raise UncoveredError(f"`{path}`: {reason}.")
+        self._parameters = trainable(self.model)
+        if not self._parameters:
+            raise UncoveredError("The model has no trainable parameter: set `requires_grad` on what is to be trained.")
+        names = {id(p): name for name, p in self._parameters.items()}
+        self._grads = {name: p.grad for name, p in self._parameters.items()}
+        for p in self._parameters.values():
+            p.grad = None
+        for site in sites(self.model):
+            tap = Tap(self, site.module, site.path, {local: names[id(p)] for local, p in site.parameters.items()})
+            replacement = site.wrap(tap)
+            self._undo.append((site.module, site.attribute, site.module.__dict__.get(site.attribute)))
+            site.module.__dict__[site.attribute] = replacement
+        models = [self.model] + [m for m in self.model.modules() if m is not self.model and hasattr(m, "main_input_name")]
+        self._hooks = [m.register_forward_pre_hook(self._note_batch_size, with_kwargs=True) for m in models]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module, attribute, before in reversed(self._undo):
+            if before is None:
+                del module.__dict__[attribute]
+            else:
+                module.__dict__[attribute] = before
+        for hook in self._hooks:
+            hook.remove()
+        for name, p in self._parameters.items():
+            p.grad = self._grads[name]
+        self._undo, self._records, self._grads = [], {}, {}
+        self.grams.clear()
+
+    def _note_batch_size(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Read N off the inputs of the model, and the leading axis off those of the models inside it."""
+        main = kwargs.get(getattr(module, "main_input_name", ""))
+        tensors = (x for x in (main, *args, *kwargs.values()) if isinstance(x, Tensor) and x.dim())
+        first = next(tensors, None)
+        if module is not self.model:
+            if first is not None and self._batch_size and len(first) and len(first) % self._batch_size == 0:
+                self.leading = len(first)
+            return
+        if first is None or len(first) == 0:
+            raise ValueError("The model was called without records: BookKeeper needs a batch of at least one.")
+        if self._batch_size not in (None, len(first)):
+            raise ValueError(f"The model was called with {len(first)} records after {self._batch_size} in one book.")
+        self._batch_size = self.leading = len(first)
+
+    @property
+    def batch_size(self) -> int:
+        """Number of records N in the batch that the model was called with."""
+        if self._batch_size is None:
+            raise RuntimeError("The batch size is known once the model itself is called, not a part of it.")
+        return self._batch_size
+
+    # -- the book ---------------------------------------------------------------------------------------------
+
+    def observe(self, name: str, value: PerSample) -> None:
+        """Enter one use of parameter `name`; the rules call this inside the backward pass."""
+        for block, part in self.method.observe(name, value).items():
+            self._records[block] = self._records[block] + part if block in self._records else part
+
+    def backward(self, losses: Tensor) -> None:
+        """Run the backward pass of `losses` (N,), one loss per record, each depending on its own record only."""
+        if losses.shape != (self.batch_size,):
+            raise ValueError(
+                f"`losses` must have shape ({self.batch_size},), one loss per record, got {tuple(losses.shape)}. "
+                "A mean over the batch would let records meet: use reduction='none'."
+            )
+        if not losses.requires_grad:
+            raise UncoveredError("`losses` does not depend on any trainable parameter.")
+        losses.sum().backward()
+        reached = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        for p in self._parameters.values():
+            p.grad = None
+        if self.batch_size > 1 and reached:
+            raise UncoveredError(
+                f"{', '.join(f'`{name}`' for name in reached)}: used in a way that no rule covers, so the gradients of "
+                f"the {self.batch_size} records cannot be told apart. Remedy: {REMEDY}."
+            )
+        for name, grad in reached.items():  # in a batch of one, autograd's gradient is that record's
+            self.observe(name, Dense(grad.unsqueeze(0)))
+
+    def records(self) -> Mapping[str, PerSample]:
+        """The book: per-sample gradients by block (by parameter name, unless a method changes that)."""
+        return self._records
+
+    def norms(self) -> Tensor:
+        """L2 norm (N,) of each record's gradient over all trainable parameters."""
+        if not self._records:
+            raise RuntimeError("The book is empty: call `backward(losses)` first.")
+        return sum(value.sq_norm() for value in self._records.values()).sqrt()
+
+    def weighted_sum(self, factors: Tensor) -> dict[str, Tensor]:
+        """`sum_n factors_n g_n` by block, for `factors` (N,); a factor of 0 removes a record, NaN and all."""
+        if factors.shape != (self.batch_size,):
+            raise ValueError(f"`factors` must have shape ({self.batch_size},), got {tuple(factors.shape)}.")
+        return {block: weighted_sum(value, factors) for block, value in self._records.items()}
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable parameters by their first name; a tied weight appears once."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}

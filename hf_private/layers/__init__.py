@@ -1,0 +1,132 @@
+"""Rules: how each layer kind enters the graph, and what it writes into the book.
+
+A rule stands for one torch function (`F.linear`, `F.embedding`, ...). While a module that owns trainable parameters
+runs, calls of that function with one of its parameters go to the rule instead. So a subclass that scales, offsets
+or permutes around the call (Gemma's and BART's embeddings, channel-first norms) needs no rule of its own, and a
+use that no rule knows leaves the parameter in autograd's hands, which the BookKeeper reports as an error.
+
+To add a layer kind: write `rule(tap, *arguments of the function)` in one file here and add it to `RULES`.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.overrides import TorchFunctionMode
+from transformers.pytorch_utils import Conv1D
+
+from .conv import conv
+from .embedding import embedding
+from .linear import addmm, linear
+from .norms import group_norm, layer_norm, rms_norm
+from .raw import has_relative_bias, relative_bias, run_each, run_with_copies
+from .tap import REMEDY, Tap, UncoveredError
+
+RULES: dict[Callable, Callable] = {
+    F.linear: linear,
+    torch.addmm: addmm,  # Hugging Face's Conv1D
+    F.embedding: embedding,
+    F.layer_norm: layer_norm,
+    F.rms_norm: rms_norm,
+    F.group_norm: group_norm,
+    torch.conv1d: conv,
+    torch.conv2d: conv,
+    torch.conv3d: conv,
+}
+
+# Modules that hand their parameters to one of these functions; other modules' small parameters are copied instead.
+FUNCTIONAL = (nn.Linear, Conv1D, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _ConvNd)
+CONTAINERS = (nn.ParameterDict, nn.ParameterList)
+
+__all__ = ["REMEDY", "RULES", "Site", "Tap", "UncoveredError", "refusal", "sites"]
+
+
+class _Redirect(TorchFunctionMode):
+    """Send calls with a tapped parameter to their rule; everything else runs as it is."""
+
+    def __init__(self, tap: Tap) -> None:
+        super().__init__()
+        self.tap = tap
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        rule = RULES.get(func)
+        if rule is not None and any(self.tap.name(x) for x in (*args, *kwargs.values()) if isinstance(x, Tensor)):
+            return rule(self.tap, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A module with trainable parameters of its own: which of its methods is replaced while the book is open, and how."""
+
+    path: str
+    module: nn.Module
+    parameters: dict[str, nn.Parameter]  # by the name within the module
+    kind: str  # "function", "copies", "each record", "relative bias"
+
+    @property
+    def attribute(self) -> str:
+        return "compute_bias" if self.kind == "relative bias" else "forward"
+
+    def wrap(self, tap: Tap) -> Callable:
+        """The replacement of `module.<attribute>`; only parameters that the rules cannot see by function are copied."""
+        original = getattr(self.module, self.attribute)
+        run = {"copies": run_with_copies, "each record": run_each, "relative bias": relative_bias}.get(self.kind)
+
+        def redirected(*args: Any, **kwargs: Any) -> Any:
+            with _Redirect(tap):
+                return original(*args, **kwargs)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return run(tap, original, args, kwargs)
+
+        return redirected if run is None else call
+
+
+def sites(model: nn.Module) -> Iterator[Site]:
+    """Every module of `model` that owns trainable parameters, with the way in which they are covered."""
+    taken: set[nn.Module] = set()
+    for path, module in model.named_modules():
+        if module in taken:
+            continue
+        if has_relative_bias(module):
+            table = module.relative_attention_bias
+            taken.add(table)
+            if table.weight.requires_grad:
+                yield Site(path, module, {"relative_attention_bias.weight": table.weight}, "relative bias")
+        inside = {}
+        for name, child in module.named_children():
+            if isinstance(child, CONTAINERS):  # never called: their owner uses them
+                taken.add(child)
+                inside |= {f"{name}.{key}": p for key, p in child.named_parameters() if p.requires_grad}
+        if inside:
+            yield Site(path, module, inside, "each record")
+        own = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+        if isinstance(module, FUNCTIONAL):
+            small = {}
+        elif all(p.dim() < 2 for p in own.values()):
+            small = own
+        else:
+            small = {name: p for name, p in own.items() if p.dim() > 1 and p.shape[0] == 1}
+        large = {name: p for name, p in own.items() if name not in small}
+        if small:
+            yield Site(path, module, small, "copies")
+        if large:
+            yield Site(path, module, large, "function")
+
+
+def refusal(module: nn.Module) -> str | None:
+    """Why no model with this module can be trained privately, or None."""
+    kind = type(module).__name__
+    if isinstance(module, _BatchNorm) and (module.training or not module.track_running_stats):
+        return f"{kind} mixes the records of a batch. Remedy: replace it by GroupNorm, or keep it frozen in eval mode"
+    if isinstance(module, _InstanceNorm) and module.track_running_stats and module.training:
+        return f"{kind} keeps running statistics of private data. Remedy: build it with track_running_stats=False"
+    return None

@@ -1,0 +1,104 @@
+"""What a rule sees of the book: the records' number, a scalar that keeps the graph alive, and where to write."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ..persample import Dense, Grams, PerSample
+
+if TYPE_CHECKING:
+    from ..bookkeeping import BookKeeper
+
+
+class UncoveredError(RuntimeError):
+    """A trainable parameter is used in a way whose per-sample gradient is not covered exactly."""
+
+
+REMEDY = "freeze it (`parameter.requires_grad_(False)`), or use micro-batches of one record (`per_device_train_batch_size=1`), where every parameter is exact"
+
+
+class Tap:
+    """Connects one module (its trainable parameters, by attribute name) with the book's entries (by full name)."""
+
+    def __init__(self, book: "BookKeeper", module: nn.Module, path: str, names: dict[str, str]) -> None:
+        self.book, self.module, self.path, self.names = book, module, path, names
+
+    @property
+    def anchor(self) -> Tensor:
+        """A scalar that requires a gradient: with all parameters detached nothing else keeps the graph alive."""
+        return self.book.anchor
+
+    @property
+    def batch_size(self) -> int:
+        return self.book.batch_size
+
+    @property
+    def leading(self) -> int:
+        """Length of the leading axis inside the model: the records, times the choices of a multiple-choice head."""
+        return self.book.leading
+
+    @property
+    def grams(self) -> Grams:
+        return self.book.grams
+
+    def name(self, tensor: Tensor | None) -> str | None:
+        """The book's name of a trainable parameter of this module, None for any other tensor.
+
+        Looked up at the time of the call: sharded training swaps the parameter objects around each forward.
+        """
+        for local, name in self.names.items():
+            if self.parameter(local) is tensor:
+                return name
+        return None
+
+    def parameter(self, local: str) -> Tensor:
+        owner, _, leaf = local.rpartition(".")
+        return self.module.get_submodule(owner)._parameters[leaf]
+
+    def detached(self, tensor: Tensor | None) -> Tensor | None:
+        """`tensor` outside the graph: a parameter of this module, or one that is frozen."""
+        if tensor is None:
+            return None
+        if tensor.requires_grad and self.name(tensor) is None:
+            raise UncoveredError(
+                f"`{self.path}` ({type(self.module).__name__}) computes a weight of shape {tuple(tensor.shape)} from "
+                f"trainable parameters before it is used. Remedy: {REMEDY}."
+            )
+        return tensor.detach()
+
+    def observe(self, name: str, value: PerSample) -> None:
+        self.book.observe(name, value)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """View `x` (leading axes, features) as (N, T, features), records first.
+
+        The leading axis is the batch, or the batch flattened with what follows it (OPT's tokens, the choices of a
+        multiple-choice head); anything else has lost the records and is refused.
+        """
+        batch = self.batch_size
+        if x.dim() >= 2 and x.shape[0] % batch == 0 and x.shape[0] > 0:
+            return x.reshape(batch, -1, x.shape[-1])
+        raise UncoveredError(
+            f"`{self.path}` ({type(self.module).__name__}) got an input of shape {tuple(x.shape)} in a batch of {batch} "
+            f"records: its first axis does not hold the records. Remedy: {REMEDY}."
+        )
+
+
+class _Copies(torch.autograd.Function):
+    """One copy of a parameter per record; the gradient of the copies is the per-sample gradient."""
+
+    @staticmethod
+    def forward(ctx, anchor: Tensor, parameter: Tensor, tap: Tap, name: str) -> Tensor:
+        ctx.tap, ctx.name = tap, name
+        return parameter.unsqueeze(0).repeat(tap.batch_size, *[1] * parameter.dim())
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> tuple:
+        ctx.tap.observe(ctx.name, Dense(g))
+        return None, None, None, None
+
+
+def copies(tap: Tap, local: str) -> Tensor:
+    """`tap`'s parameter, once per record: (N, *shape)."""
+    return _Copies.apply(tap.anchor, tap.parameter(local).detach(), tap, tap.names[local])

@@ -1,0 +1,60 @@
+"""BK: every trainable parameter at full rank (Bu et al. 2022). Also the base that other methods change."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..persample import Dense, Outer, PerSample, weighted_sum
+
+
+class Factors(Protocol):
+    """What a method needs of clipping.Clipping: factors (N,) by block from squared norms (N,) by block."""
+
+    def factors(self, sq_norms: Mapping[str, Tensor], blocks: Mapping[str, torch.Size]) -> dict[str, Tensor]: ...
+
+
+class Method:
+    """A gradient method; this base releases every trainable parameter's clipped sum itself.
+
+    A *block* is one released tensor. Here the blocks are the parameters, by name; a method that releases something
+    else (low-rank factors, embeddings) changes `observe`, `blocks`, `gradients` and, if it must, the rest.
+    """
+
+    def attach(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Take the trainable parameters, by their first name in the model."""
+        self.parameters = dict(parameters)
+        self.blocks: dict[str, torch.Size] = {name: p.shape for name, p in parameters.items()}
+
+    def begin_step(self, step: int) -> None:
+        """Prepare a logical step from public quantities only."""
+
+    def observe(self, name: str, value: PerSample) -> dict[str, PerSample]:
+        """What goes into the book for one use of parameter `name`; called inside the backward pass."""
+        # BK-MixOpt: the smaller of (a, ds) and the gradients themselves.
+        if isinstance(value, Outer) and value.instantiating_is_smaller():
+            value = Dense(value.dense())
+        return {name: value}
+
+    def clipped_sums(self, records: Mapping[str, PerSample], clipping: Factors) -> dict[str, Tensor]:
+        """The sum over the batch of clipped per-sample gradients, by block; its sensitivity is the clip norm."""
+        factors = clipping.factors({block: value.sq_norm() for block, value in records.items()}, self.blocks)
+        return {block: weighted_sum(value, factors[block]) for block, value in records.items()}
+
+    def stds(self, noise_multiplier: float, clip_norm: float) -> dict[str, float]:
+        """Standard deviation of the noise on each block."""
+        std = noise_multiplier * clip_norm if noise_multiplier else 0.0  # the non-private twin has clip_norm = inf
+        return dict.fromkeys(self.blocks, std)
+
+    def releases(self, noise_multiplier: float) -> tuple[float, ...]:
+        """The noise multipliers of the Gaussian releases that one step makes on its sample."""
+        return (noise_multiplier,)
+
+    def gradients(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The parameters' gradients, from the noised and averaged blocks (post-processing)."""
+        return dict(sums)
+
+
+class Full(Method):
+    """Plain DP-SGD by book-keeping: exact clipping of all trainable parameters in one backward pass."""

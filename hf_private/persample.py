@@ -1,0 +1,236 @@
+"""Per-sample gradients as values: a norm and a weighted sum, without the gradients themselves.
+
+A layer whose output gradient is `ds` and whose input is `a` has, for each record n, the gradient `ds_n^T a_n`.
+Clipping needs two things of it only: its norm, and a weighted sum over the records. Both can be had from
+`(a, ds)` at a fraction of the memory (ghost norm and book-keeping, Bu et al. 2022). Every gradient method of
+this library is a change of such a value, not of the engine.
+
+Index letters: n record, t and s position, i and j rows and columns of the parameter, v vocabulary row.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+# The Gram form of a norm can cancel: its rounding error is relative to (sum_t |a_t||ds_t|)^2, not to the norm.
+# `sq_norm` adds this many units of the dtype's epsilon times that bound, so that it never rounds down.
+ROUNDING_UNITS = 32
+
+
+def widen(x: Tensor) -> Tensor:
+    """Return `x` in float32 or better: half precision is for the model, never for norms and sums."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def per_record(c: Tensor, like: Tensor) -> Tensor:
+    """View one number per record (N,) so that it broadcasts over the other axes of `like` (N, ...)."""
+    return c.to(like.dtype).view(-1, *[1] * (like.dim() - 1))
+
+
+class Grams:
+    """Gram matrices `x x^T` (N, T, T) of layer inputs, computed once for layers that share an input (q, k, v)."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        key = (x.data_ptr(), x.shape, x.stride(), x.dtype, x._version)
+        if key not in self._known:
+            wide = widen(x)
+            # Holding x keeps its address from being given to another tensor while the entry lives.
+            self._known[key] = (x, torch.bmm(wide, wide.transpose(1, 2)))
+        return self._known[key][1]
+
+    def clear(self) -> None:
+        self._known.clear()
+
+
+class PerSample(ABC):
+    """The gradients of one parameter, one for each of N records, kept in whatever form is cheapest.
+
+    Guarantee: `sq_norm` is never below the exact value by more than float rounding of the stated slack, and
+    `weighted_sum(c)` equals `sum_n c_n g_n`, both as a loop of plain autograd over the records would give.
+    """
+
+    @abstractmethod
+    def sq_norm(self) -> Tensor:
+        """Squared L2 norm of each record's gradient: (N,), float32 or better."""
+
+    @abstractmethod
+    def weighted_sum(self, c: Tensor) -> Tensor:
+        """`sum_n c_n g_n` in the parameter's shape, for weights `c` (N,)."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """The gradients themselves: (N, *parameter shape)."""
+
+    @abstractmethod
+    def masked(self, keep: Tensor) -> "PerSample":
+        """The same with the rows of records where `keep` (N,) is False set to 0 (0 * NaN would stay NaN)."""
+
+    def __add__(self, other: "PerSample") -> "PerSample":
+        """Both uses of one parameter together: gradients add *before* the norm, cross terms included."""
+        return Dense(self.dense() + other.dense())
+
+
+def weighted_sum(value: PerSample, c: Tensor) -> Tensor:
+    """`value.weighted_sum(c)`, where a weight of 0 removes the record for good: its rows may hold NaN or infinity."""
+    keep = c != 0
+    return (value if keep.all() else value.masked(keep)).weighted_sum(c)
+
+
+class Dense(PerSample):
+    """Gradients that were formed: `g` (N, *shape). For biases, norms and wherever this is the smaller form."""
+
+    def __init__(self, g: Tensor) -> None:
+        self.g = widen(g)
+
+    def sq_norm(self) -> Tensor:
+        flat = self.g.flatten(1)
+        return torch.linalg.vector_norm(flat, dim=1).square() if flat.shape[1] else flat.new_zeros(len(flat))
+
+    def weighted_sum(self, c: Tensor) -> Tensor:
+        return torch.mv(self.g.flatten(1).t(), c.to(self.g.dtype)).view(self.g.shape[1:])
+
+    def dense(self) -> Tensor:
+        return self.g
+
+    def masked(self, keep: Tensor) -> "Dense":
+        return Dense(self.g.where(per_record(keep, self.g).bool(), 0))
+
+    def __add__(self, other: PerSample) -> PerSample:
+        if isinstance(other, Rows):  # never form (N, vocabulary, d) twice
+            return Dense(other.add_to(self.g.clone()))
+        return Dense(self.g + other.dense())
+
+
+class Outer(PerSample):
+    """`g_n = left_n^T right_n`, with `left` (N, T, rows) and `right` (N, T, columns): a linear layer's weight.
+
+    For a torch Linear (weight out x in) left is the output gradient ds and right the input a; for Hugging Face's
+    Conv1D (weight in x out) it is the other way round. `shape` is the parameter's shape (convolutions flatten
+    theirs to rows x columns).
+    """
+
+    def __init__(self, left: Tensor, right: Tensor, grams: Grams | None = None, shape: torch.Size | None = None):
+        self.left, self.right = left, right
+        self.grams = grams or Grams()
+        self.shape = shape or torch.Size((left.shape[2], right.shape[2]))
+
+    def instantiating_is_smaller(self) -> bool:
+        """BK-MixOpt's choice: form the gradients once T (rows + columns) >= rows * columns."""
+        rows, columns = self.left.shape[2], self.right.shape[2]
+        return self.left.shape[1] * (rows + columns) >= rows * columns
+
+    def sq_norm(self) -> Tensor:
+        if self.left.shape[1] == 1:
+            return widen(self.left).square().sum((1, 2)) * widen(self.right).square().sum((1, 2))
+        left, right = self.grams(self.left), self.grams(self.right)
+        diagonal = left.diagonal(dim1=1, dim2=2) * right.diagonal(dim1=1, dim2=2)
+        bound = diagonal.clamp_min(0).sqrt().sum(1).square()
+        # A dot product of both Grams flattened, one per record: no (N, T, T) temporary.
+        exact = torch.bmm(left.flatten(1).unsqueeze(1), right.flatten(1).unsqueeze(2)).view(-1)
+        return exact.clamp_min(0) + bound * (ROUNDING_UNITS * torch.finfo(exact.dtype).eps)
+
+    def weighted_sum(self, c: Tensor) -> Tensor:
+        left, right = widen(self.left), widen(self.right)
+        if left.shape[2] <= right.shape[2]:  # scale the smaller factor
+            left = left * per_record(c, left)
+        else:
+            right = right * per_record(c, right)
+        return torch.mm(left.flatten(0, 1).t(), right.flatten(0, 1)).view(self.shape)
+
+    def dense(self) -> Tensor:
+        product = torch.bmm(widen(self.left).transpose(1, 2), widen(self.right))
+        return product.view(len(product), *self.shape)
+
+    def masked(self, keep: Tensor) -> "Outer":
+        left, right = (x.where(per_record(keep, x).bool(), 0) for x in (self.left, self.right))
+        return Outer(left, right, None, self.shape)
+
+    def inner(self, other: "Rows") -> Tensor:
+        """`<self_n, other_n>` (N,) for a weight used as projection and as embedding (tied LM heads).
+
+        sum_{t,s} left[s, v_t] * (right_s . ds_t), by gathering: no (N, vocabulary, d) tensor.
+        """
+        picked = widen(self.left).gather(2, other.index.unsqueeze(1).expand(-1, self.left.shape[1], -1))
+        return (picked * torch.bmm(widen(self.right), widen(other.ds).transpose(1, 2))).sum((1, 2))
+
+    def __add__(self, other: PerSample) -> PerSample:
+        if isinstance(other, Outer):
+            together = Outer(
+                torch.cat([self.left, other.left], 1), torch.cat([self.right, other.right], 1), self.grams, self.shape
+            )
+            return Dense(together.dense()) if together.instantiating_is_smaller() else together
+        if isinstance(other, Rows):
+            return Tied(self, other)
+        return other + self
+
+
+class Rows(PerSample):
+    """An embedding's gradients: row `index[n, t]` of record n's gradient gets `ds[n, t]`; index (N, T), ds (N, T, d)."""
+
+    def __init__(self, index: Tensor, ds: Tensor, shape: torch.Size) -> None:
+        self.index, self.ds, self.shape = index, ds, shape
+
+    def sq_norm(self) -> Tensor:
+        # Positions of one record that name the same row add up before the square.
+        records = len(self.index)
+        key = self.index + torch.arange(records, device=self.index.device).unsqueeze(1) * self.shape[0]
+        unique, place = key.flatten().unique(return_inverse=True)
+        ds = widen(self.ds).flatten(0, 1)
+        rows = ds.new_zeros(len(unique), ds.shape[1]).index_add_(0, place, ds)
+        return ds.new_zeros(records).index_add_(0, unique // self.shape[0], rows.square().sum(1))
+
+    def weighted_sum(self, c: Tensor) -> Tensor:
+        ds = widen(self.ds)
+        scaled = (ds * per_record(c, ds)).flatten(0, 1)
+        return scaled.new_zeros(self.shape).index_add_(0, self.index.flatten(), scaled)
+
+    def add_to(self, g: Tensor) -> Tensor:
+        """Add these gradients to formed ones `g` (N, vocabulary, d), in place."""
+        records = torch.arange(len(g), device=g.device).unsqueeze(1).expand_as(self.index)
+        return g.index_put_((records, self.index), widen(self.ds).to(g.dtype), accumulate=True)
+
+    def dense(self) -> Tensor:
+        ds = widen(self.ds)
+        return self.add_to(ds.new_zeros(len(ds), *self.shape))
+
+    def masked(self, keep: Tensor) -> "Rows":
+        return Rows(self.index, self.ds.where(per_record(keep, self.ds).bool(), 0), self.shape)
+
+    def __add__(self, other: PerSample) -> PerSample:
+        if isinstance(other, Rows):
+            return Rows(torch.cat([self.index, other.index], 1), torch.cat([self.ds, other.ds], 1), self.shape)
+        return other + self
+
+
+class Tied(PerSample):
+    """One weight used as a projection and as an embedding: |outer + rows|^2 with its cross term, neither formed."""
+
+    def __init__(self, outer: Outer, rows: Rows) -> None:
+        self.outer, self.rows = outer, rows
+
+    def sq_norm(self) -> Tensor:
+        outer, rows = self.outer.sq_norm(), self.rows.sq_norm()
+        exact = outer + rows + 2 * self.outer.inner(self.rows)
+        # The cross term may cancel; its rounding is relative to the parts.
+        return exact.clamp_min(0) + (outer + rows) * (ROUNDING_UNITS * torch.finfo(exact.dtype).eps)
+
+    def weighted_sum(self, c: Tensor) -> Tensor:
+        return self.outer.weighted_sum(c) + self.rows.weighted_sum(c)
+
+    def dense(self) -> Tensor:
+        return self.rows.add_to(self.outer.dense())
+
+    def masked(self, keep: Tensor) -> "Tied":
+        return Tied(self.outer.masked(keep), self.rows.masked(keep))
+
+    def __add__(self, other: PerSample) -> PerSample:
+        if isinstance(other, Outer):
+            together = self.outer + other
+            return Tied(together, self.rows) if isinstance(together, Outer) else together + self.rows
+        if isinstance(other, Rows):
+            return Tied(self.outer, self.rows + other)
+        return other + self if isinstance(other, Dense) else Dense(self.dense() + other.dense())
