@@ -1,0 +1,115 @@
+"""One private step: the page an auditor reads.
+
+    charge the ledger                                         the step is paid for before anything is computed
+    for each micro-batch of the Poisson draw:
+        forward, backward, a book of (a, ds)                  bookkeeping
+        per-sample norms -> clip factors -> clipped sum       sensitivity: clip_norm
+    sum over ranks
+    add Gaussian noise, once                                  standard deviation: noise_multiplier * clip_norm
+    divide by the *expected* batch size
+    turn the blocks back into gradients -> .grad              post-processing from here on
+
+An empty draw is a step like any other: its release is noise alone. Nothing un-noised leaves this file, unless
+`log_nonprivate` asks for it by name.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .accounting import Event
+from .bookkeeping import BookKeeper, trainable
+from .clipping import Clipping
+from .methods.full import Full, Method
+from .noise import NoiseSource, reseed_global
+
+Batch = Mapping[str, Any]
+PerSampleLossFn = Callable[[nn.Module, Batch], Tensor]
+
+
+def _alone(sums: dict[str, Tensor]) -> None:
+    """The reduction of a single rank: nothing to add."""
+
+
+class Mechanism:
+    """The Gaussian mechanism on Poisson samples: clip, sum, noise, divide; writes `.grad` and nothing else.
+
+    `per_sample_loss(model, batch)` gives the losses (N,) of a micro-batch. `charge(event)` writes the step to the
+    ledger and raises if the budget does not allow it. `reduce(sums)` adds the blocks of all ranks in place.
+
+    Guarantee: the release of one step has L2 sensitivity `clipping.clip_norm` with respect to adding or removing one
+    record of the sample (each part its own norm, for methods of several parts), and Gaussian noise of
+    `noise_multiplier` times that. Micro-batches and ranks change the speed only.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        per_sample_loss: PerSampleLossFn,
+        *,
+        clipping: Clipping,
+        noise: NoiseSource,
+        noise_multiplier: float,
+        sample_rate: float,
+        expected_batch_size: float,
+        charge: Callable[[Event], None],
+        method: Method | None = None,
+        reduce: Callable[[dict[str, Tensor]], None] = _alone,
+        log_nonprivate: bool = False,
+    ) -> None:
+        self.model, self.per_sample_loss = model, per_sample_loss
+        self.method = method or Full()
+        self.clipping, self.noise, self.noise_multiplier = clipping, noise, noise_multiplier
+        self.expected_batch_size = expected_batch_size
+        self.charge, self.reduce = charge, reduce
+        self.parameters = trainable(model)
+        self.method.attach(self.parameters)
+        self.event = Event(sample_rate=sample_rate, releases=self.method.releases(noise_multiplier))
+        self.steps = 0
+        self.nonprivate: dict[str, float] | None = {} if log_nonprivate else None
+
+    def step(self, micro_batches: Iterable[Batch]) -> None:
+        """Run one logical step on this rank's share of a Poisson draw, and leave the private gradient in `.grad`."""
+        self.charge(self.event)
+        if not self.noise.reproducible:
+            reseed_global()  # a dropout mask that can be replayed is a side channel
+        self.method.begin_step(self.steps)
+
+        sums = self._clipped_sums(micro_batches)
+        self.reduce(sums)
+        stds = self.method.stds(self.noise_multiplier, self.clipping.clip_norm)
+        self.noise.add_(self.steps, sums, stds)
+        for block in sums.values():
+            block.div_(self.expected_batch_size)
+        for name, gradient in self.method.gradients(sums).items():
+            parameter = self.parameters[name]
+            parameter.grad = gradient.to(parameter.dtype)
+        self.steps += 1
+
+    def _clipped_sums(self, micro_batches: Iterable[Batch]) -> dict[str, Tensor]:
+        """Sum of the clipped per-sample gradients by block; zeros where the draw reached nothing."""
+        sums: dict[str, Tensor] = {}
+        if self.nonprivate is not None:
+            self.nonprivate = {"loss_sum": 0.0, "batch_size": 0, "nonfinite_records": 0}
+        for batch in micro_batches:
+            with BookKeeper(self.model, self.method) as book:
+                losses = self.per_sample_loss(self.model, batch)
+                book.backward(losses)
+                if self.nonprivate is not None:
+                    self._note_nonprivate(losses.detach(), book)
+                for block, value in self.method.clipped_sums(book.records(), self.clipping).items():
+                    sums[block] = sums[block].add_(value) if block in sums else value
+        some = next(iter(self.parameters.values()))
+        wide = torch.float64 if some.dtype == torch.float64 else torch.float32
+        for block, shape in self.method.blocks.items():
+            if block not in sums:
+                sums[block] = torch.zeros(shape, dtype=wide, device=some.device)
+        return {block: sums[block] for block in self.method.blocks}  # the same order on every rank
+
+    def _note_nonprivate(self, losses: Tensor, book: BookKeeper) -> None:
+        finite = torch.isfinite(losses) & torch.isfinite(book.norms())
+        self.nonprivate["loss_sum"] += losses.where(finite, 0).sum().item()
+        self.nonprivate["batch_size"] += len(losses)
+        self.nonprivate["nonfinite_records"] += int((~finite).sum())
