@@ -35,7 +35,7 @@ class Grams:
         self._known: dict[tuple, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
-        key = (x.data_ptr(), x.shape, x.stride(), x.dtype, x._version)
+        key = (x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version)
         if key not in self._known:
             wide = widen(x)
             # Holding x keeps its address from being given to another tensor while the entry lives.
