@@ -7,6 +7,7 @@ from hf_private.losses import IGNORE_INDEX, SINGLE_LABEL, Head, base_model, head
 from hf_private.validate import whole
 
 CHOICES = 3
+TOKEN_HEADS = (Head.CAUSAL_LM, Head.MASKED_LM, Head.SEQ2SEQ_LM, Head.TOKEN_CLASSIFICATION)
 # Convolutional networks name no image size; this one survives five halvings.
 IMAGE_SIZE = 64
 SPECIAL_TOKENS = ("pad", "bos", "eos", "cls", "sep", "mask", "unk", "decoder_start", "forced_eos")
@@ -70,6 +71,29 @@ def perturb(
     return changed
 
 
+def widen(model: nn.Module, batch: dict[str, Tensor], columns: int) -> dict[str, Tensor]:
+    """A copy of a text batch with more padding on the right, as a longer neighbour would cause; no record may feel it.
+
+    A batch of images is returned as it is. The model must have the positions for it.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=1, n_layer=1, vocab_size=99))
+        >>> batch = synthetic_batch(model, batch_size=3, length=7)
+        >>> widen(model, batch, columns=2)["input_ids"].shape
+        torch.Size([3, 9])
+    """
+    base = base_model(model)
+    filler = {"input_ids": _padding(base), "attention_mask": 0, "token_type_ids": 0}
+    if batch.get("labels") is not None and head_of(model) in TOKEN_HEADS:
+        filler["labels"] = IGNORE_INDEX
+    return batch | {
+        name: nn.functional.pad(batch[name], (0, columns), value=value)
+        for name, value in filler.items()
+        if name in batch
+    }
+
+
 def _draw(model: nn.Module, lengths: Tensor, width: int, generator: torch.Generator) -> dict[str, Tensor]:
     """One row per entry of `lengths` (B,), text padded on the right to `width`."""
     base, head = base_model(model), head_of(model)
@@ -88,12 +112,11 @@ def _draw(model: nn.Module, lengths: Tensor, width: int, generator: torch.Genera
 def _text(base: nn.Module, lengths: Tensor, width: int, generator: torch.Generator) -> dict[str, Tensor]:
     config = base.config.get_text_config()
     mask = torch.arange(width) < lengths[:, None]
-    pad = config.pad_token_id if config.pad_token_id is not None and config.pad_token_id < _vocabulary(base) else 0
     ids = _tokens(base, mask.shape, generator)
     if base.config.is_encoder_decoder and base.config.eos_token_id is not None:
         # Classifiers of this family read the state at the one <eos> that every record must have.
         ids[torch.arange(len(ids)), lengths - 1] = _first(base.config.eos_token_id)
-    batch = {"input_ids": ids.masked_fill(~mask, pad), "attention_mask": mask.long()}
+    batch = {"input_ids": ids.masked_fill(~mask, _padding(base)), "attention_mask": mask.long()}
     segments = getattr(config, "type_vocab_size", None) or 0
     if segments > 1 and takes(base, "token_type_ids"):
         batch["token_type_ids"] = torch.randint(segments, mask.shape, generator=generator).masked_fill(~mask, 0)
@@ -150,6 +173,11 @@ def _tokens(base: nn.Module, shape: torch.Size, generator: torch.Generator) -> T
     return ids[torch.randint(len(ids), shape, generator=generator)]
 
 
+def _padding(base: nn.Module) -> int:
+    pad = getattr(base.config.get_text_config(), "pad_token_id", None)
+    return pad if pad is not None and 0 <= pad < _vocabulary(base) else 0
+
+
 def _vocabulary(base: nn.Module) -> int:
     """Ids that are valid on both ends: in the (possibly resized) embedding and in the logits."""
     sizes = [len(layer.weight) for layer in (base.get_input_embeddings(), base.get_output_embeddings()) if layer]
@@ -159,7 +187,8 @@ def _vocabulary(base: nn.Module) -> int:
 def _positions(model: nn.Module) -> int:
     """The most tokens a row may have. RoBERTa numbers positions after its padding index, which costs some."""
     base = base_model(model)
-    most = getattr(base.config.get_text_config(), "max_position_embeddings", None) or 2**31
+    most = getattr(base.config.get_text_config(), "max_position_embeddings", None) or 0
+    most = most if most > 0 else 2**31  # XLNet says -1 for no limit
     for name, module in base.named_modules():
         if (
             name.endswith("position_embeddings")

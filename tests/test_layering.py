@@ -10,12 +10,12 @@ import hf_private
 PACKAGE = Path(hf_private.__file__).parent
 
 ROOMS = {
-    0: {"validate", "keystream", "prv"},
+    0: {"validate", "keystream", "prv", "accountants"},
     1: {"persample", "clipping", "noise", "sampling", "accounting"},
     2: {"ledger", "layers", "methods"},
     3: {"bookkeeping"},
     4: {"mechanism", "selfcheck"},
-    5: {"config", "targets", "losses", "checkpoint", "cards"},
+    5: {"config", "targets", "losses", "synthetic", "checkpoint", "cards"},
     6: {"callbacks"},
     7: {"trainer"},
     8: {"commands", "cli", "audit"},
@@ -26,7 +26,7 @@ LIBRARIES = {  # library -> the rooms that may import it
     **dict.fromkeys(
         ("transformers", "accelerate", "peft", "huggingface_hub"), ROOMS[5] | ROOMS[6] | ROOMS[7] | ROOMS[8]
     ),
-    **dict.fromkeys(("dp_accounting", "prv_accountant"), {"accounting", "prv"}),
+    **dict.fromkeys(("dp_accounting", "prv_accountant"), {"accountants", "prv"}),
 }
 EXCEPTIONS = {("layers", "transformers.pytorch_utils")}  # the rule for Hugging Face's Conv1D has to name the class
 
