@@ -96,11 +96,11 @@ class Keystream:
             raise ValueError(f"`start` and `count` must be even (whole AES blocks), got {start} and {count}.")
         if count == 0:
             return torch.empty(0, dtype=torch.int64)
-        words = np.zeros(count, dtype=np.int64)
+        words = np.zeros(count + _BLOCK_WORDS, dtype=np.int64)  # older `update_into` wants a spare block in its buffer
         text = memoryview(words).cast("B")
         cipher = Cipher(algorithms.AES(self._subkey), modes.CTR(block.to_bytes(16, "big")))
-        cipher.encryptor().update_into(text, text)  # the keystream is the encryption of zeros
-        return torch.from_numpy(words)
+        cipher.encryptor().update_into(text[: 8 * count], text)  # the keystream is the encryption of zeros
+        return torch.from_numpy(words[:count])
 
     def uniforms(self, start: int, count: int) -> Tensor:
         """Words `start` to `start + count` as float64 uniforms in (0, 1] with 53 random bits."""

@@ -105,7 +105,7 @@ class PoissonSampler(Sampler[list[int]]):
         if epoch < self._first_unused_epoch:
             raise ValueError(
                 f"`epoch` must be at least {self._first_unused_epoch}, got {epoch}: its batches have been drawn, "
-                "and using a draw for two training steps voids the accounting. Make a new sampler, which draws a new key."
+                "and using a draw for two training steps voids the accounting. Make a new sampler: it draws a new key."
             )
         self._epoch = epoch
 
