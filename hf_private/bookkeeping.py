@@ -36,6 +36,7 @@ class BookKeeper:
         self.grams = Grams()
         self._batch_size: int | None = None
         self._records: dict[str, PerSample] = {}
+        self.expanded: set[str] = set()
         self._undo: list[tuple[nn.Module, str, Any]] = []
 
     # -- attaching and restoring ------------------------------------------------------------------------------
@@ -56,11 +57,18 @@ class BookKeeper:
             replacement = site.wrap(tap)
             self._undo.append((site.module, site.attribute, site.module.__dict__.get(site.attribute)))
             site.module.__dict__[site.attribute] = replacement
-        models = [self.model] + [m for m in self.model.modules() if m is not self.model and hasattr(m, "main_input_name")]
+        models = [self.model] + [
+            m for m in self.model.modules() if m is not self.model and hasattr(m, "main_input_name")
+        ]
         self._hooks = [m.register_forward_pre_hook(self._note_batch_size, with_kwargs=True) for m in models]
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError) and self.expanded:
+            names = ", ".join(f"`{path}`" for path in sorted(self.expanded))
+            error.add_note(
+                f"hf_private gave {names} one row per record instead of one row for all. If the model cannot take that: {REMEDY}."
+            )
         for module, attribute, before in reversed(self._undo):
             if before is None:
                 del module.__dict__[attribute]

@@ -84,14 +84,13 @@ class Dense(PerSample):
     """Gradients that were formed: `g` (N, *shape). For biases, norms and wherever this is the smaller form."""
 
     def __init__(self, g: Tensor) -> None:
-        self.g = widen(g)
+        self.g = widen(g.detach())
 
     def sq_norm(self) -> Tensor:
-        flat = self.g.flatten(1)
-        return torch.linalg.vector_norm(flat, dim=1).square() if flat.shape[1] else flat.new_zeros(len(flat))
+        return torch.linalg.vector_norm(self.g.reshape(len(self.g), -1), dim=1).square()
 
     def weighted_sum(self, c: Tensor) -> Tensor:
-        return torch.mv(self.g.flatten(1).t(), c.to(self.g.dtype)).view(self.g.shape[1:])
+        return torch.mv(self.g.reshape(len(self.g), -1).t(), c.to(self.g.dtype)).view(self.g.shape[1:])
 
     def dense(self) -> Tensor:
         return self.g
@@ -114,7 +113,7 @@ class Outer(PerSample):
     """
 
     def __init__(self, left: Tensor, right: Tensor, grams: Grams | None = None, shape: torch.Size | None = None):
-        self.left, self.right = left, right
+        self.left, self.right = left.detach(), right.detach()  # the input may still carry its graph
         self.grams = grams or Grams()
         self.shape = shape or torch.Size((left.shape[2], right.shape[2]))
 
@@ -172,7 +171,7 @@ class Rows(PerSample):
     """An embedding's gradients: row `index[n, t]` of record n's gradient gets `ds[n, t]`; index (N, T), ds (N, T, d)."""
 
     def __init__(self, index: Tensor, ds: Tensor, shape: torch.Size) -> None:
-        self.index, self.ds, self.shape = index, ds, shape
+        self.index, self.ds, self.shape = index, ds.detach(), shape
 
     def sq_norm(self) -> Tensor:
         # Positions of one record that name the same row add up before the square.

@@ -95,9 +95,15 @@ def _check_sum(model: nn.Module, loss: Callable, batch: Batch, sums: dict[str, T
             "Remedy: freeze it (`parameter.requires_grad_(False)`)."
         )
     scale = torch.stack([g.float().norm() for g in wanted.values()]).norm()
-    wrong = [name for name, g in wanted.items() if (sums[name] - g).float().norm() > limit * (g.float().norm() + 1e-3 * scale)]
+    wrong = [
+        name
+        for name, g in wanted.items()
+        if (sums[name] - g).float().norm() > limit * (g.float().norm() + 1e-3 * scale)
+    ]
     if wrong:
-        raise SelfCheckError(f"{_list(wrong)}: the sum of per-sample gradients is not autograd's gradient. Remedy: {REMEDY}.")
+        raise SelfCheckError(
+            f"{_list(wrong)}: the sum of per-sample gradients is not autograd's gradient. Remedy: {REMEDY}."
+        )
 
 
 def _check_norms(where: str, norms: Tensor, others: Tensor, limit: float) -> None:
@@ -117,7 +123,9 @@ def _check_buffers(model: nn.Module, loss: Callable, batch: Batch) -> None:
     with torch.no_grad():
         loss(model, batch)
     if changed := [name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])]:
-        raise SelfCheckError(f"{_list(changed)}: a buffer that changes in training would leak data. Remedy: replace the module.")
+        raise SelfCheckError(
+            f"{_list(changed)}: a buffer that changes in training would leak data. Remedy: replace the module."
+        )
 
 
 def _rows(batch: Batch, rows: list[int]) -> dict[str, Tensor]:

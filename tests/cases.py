@@ -3,8 +3,12 @@
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 import transformers as hf
 from torch import nn
+
+from hf_private.losses import PerSampleLoss
+from hf_private.synthetic import synthetic_batch
 
 VOCABULARY = 37
 
@@ -17,14 +21,18 @@ _GPT2 = dict(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=
 _T5 = dict(
     vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, relative_attention_num_buckets=8,
     relative_attention_max_distance=16, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
+    dropout_rate=0.0,
 )  # fmt: skip
 _BART = dict(
     vocab_size=VOCABULARY, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
     decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=40, pad_token_id=0,
     bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=None,
+    dropout=0.0,
 )  # fmt: skip
 _GEMMA = _LLAMA | dict(sliding_window=8)
-_VIT = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, image_size=12, patch_size=4)
+_VIT = dict(
+    hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, image_size=12, patch_size=4
+)
 
 
 def _opt() -> nn.Module:
@@ -37,7 +45,9 @@ def _opt() -> nn.Module:
 
 def _distilbert() -> nn.Module:
     return hf.DistilBertForSequenceClassification(
-        hf.DistilBertConfig(vocab_size=VOCABULARY, dim=16, n_layers=2, n_heads=2, hidden_dim=24, max_position_embeddings=40)
+        hf.DistilBertConfig(
+            vocab_size=VOCABULARY, dim=16, n_layers=2, n_heads=2, hidden_dim=24, max_position_embeddings=40
+        )
     )
 
 
@@ -106,3 +116,33 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 }
 # Exact with micro-batches of one record only: their position tables have no batch axis (refused by name otherwise).
 ONE_RECORD_FAMILIES: dict[str, Callable[[], nn.Module]] = {"deberta-v2": _deberta}
+
+
+def build(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Callable]:
+    """A tiny random model of the family, with weights away from their initial zeros and ones, and its loss."""
+    torch.manual_seed(0)
+    model = (FAMILIES | ONE_RECORD_FAMILIES)[name]().to(dtype)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return model, loss_of(model)
+
+
+def loss_of(model: nn.Module) -> Callable:
+    if isinstance(model, GroupNormResNet):
+        return lambda model, batch: F.cross_entropy(model(batch["pixel_values"]), batch["labels"], reduction="none")
+    return PerSampleLoss(model)
+
+
+def make_batch(model: nn.Module, batch_size: int, length: int = 7, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Synthetic records in the model's dtype; rows are padded where the length allows."""
+    generator = torch.Generator().manual_seed(seed)
+    if isinstance(model, GroupNormResNet):
+        images = torch.randn(batch_size, 3, 8, 8, generator=generator)
+        batch = {"pixel_values": images, "labels": torch.randint(3, (batch_size,), generator=generator)}
+    else:
+        batch = synthetic_batch(model, batch_size, max(length, 5), generator)
+        if length < 5:
+            batch = {k: x[..., :length] if x.dim() > 1 and not x.is_floating_point() else x for k, x in batch.items()}
+    dtype = next(model.parameters()).dtype
+    return {key: x.to(dtype) if x.is_floating_point() else x for key, x in batch.items()}

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..persample import Dense, Outer, widen
-from .tap import Tap, UncoveredError
+from .tap import REMEDY, Tap, UncoveredError
 
 
 def patches(x: Tensor, kernel: tuple[int, ...], stride: list[int], padding: list[int], dilation: list[int]) -> Tensor:
@@ -22,7 +22,13 @@ def patches(x: Tensor, kernel: tuple[int, ...], stride: list[int], padding: list
 class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(ctx, anchor, x: Tensor, weight: Tensor, bias, stride, padding, dilation, groups: int, tap: Tap, names):
-        ctx.tap, ctx.names, ctx.geometry, ctx.groups, ctx.dtype = tap, names, (stride, padding, dilation), groups, x.dtype
+        ctx.tap, ctx.names, ctx.geometry, ctx.groups, ctx.dtype = (
+            tap,
+            names,
+            (stride, padding, dilation),
+            groups,
+            x.dtype,
+        )
         ctx.save_for_backward(x, weight)
         return torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
 
@@ -37,7 +43,9 @@ class _Conv(torch.autograd.Function):
         if weight_name:
             a = patches(x, weight.shape[2:], stride, padding, dilation)
             if ctx.groups == 1:
-                value = Outer(ctx.tap.rows(flat.transpose(1, 2)), ctx.tap.rows(a.flatten(2)), ctx.tap.grams, weight.shape)
+                value = Outer(
+                    ctx.tap.rows(flat.transpose(1, 2)), ctx.tap.rows(a.flatten(2)), ctx.tap.grams, weight.shape
+                )
             else:
                 value = Dense(grouped_gradients(widen(flat), widen(a), ctx.groups, weight.shape, records))
             ctx.tap.observe(weight_name, value)
@@ -59,12 +67,21 @@ def grouped_gradients(dy: Tensor, a: Tensor, groups: int, shape: torch.Size, rec
 
 
 def conv(
-    tap: Tap, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride=1, padding=0, dilation=1, groups: int = 1
+    tap: Tap,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride=1,
+    padding=0,
+    dilation=1,
+    groups: int = 1,
 ) -> Tensor:
     """Rule for `F.conv1d`, `F.conv2d`, `F.conv3d`: input (B, in, ...), weight (out, in / groups, ...)."""
     spatial = weight.dim() - 2
     if input.dim() != spatial + 2 or input.shape[0] % tap.batch_size:
-        raise UncoveredError(f"`{tap.path}` got an input of shape {tuple(input.shape)} without the records in front.")
+        raise UncoveredError(
+            f"`{tap.path}` got an input of shape {tuple(input.shape)} without the records in front. Remedy: {REMEDY}."
+        )
     stride, dilation = ([s] * spatial if isinstance(s, int) else list(s) for s in (stride, dilation))
     if padding == "same":
         total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
@@ -73,4 +90,6 @@ def conv(
         padding = 0
     padding = [padding] * spatial if isinstance(padding, int) else list(padding)
     names = (tap.name(weight), tap.name(bias))
-    return _Conv.apply(tap.anchor, input, tap.detached(weight), tap.detached(bias), stride, padding, dilation, groups, tap, names)
+    return _Conv.apply(
+        tap.anchor, input, tap.detached(weight), tap.detached(bias), stride, padding, dilation, groups, tap, names
+    )

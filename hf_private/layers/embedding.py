@@ -39,8 +39,11 @@ def embedding(
     """Rule for `F.embedding`: input (B, ...) or (1, ...), weight (vocabulary, d)."""
     if max_norm is not None or scale_grad_by_freq:
         option = "max_norm" if max_norm is not None else "scale_grad_by_freq"
-        raise UncoveredError(f"`{tap.path}` has `{option}`, which lets records meet. Remedy: build it without, or freeze it.")
+        raise UncoveredError(
+            f"`{tap.path}` has `{option}`, which lets records meet. Remedy: build it without, or freeze it."
+        )
     if input.dim() > 1 and input.shape[0] == 1 and tap.leading > 1:
         # Position ids of shape (1, T): autograd would sum over the batch before the rule sees the gradient.
         input = input.expand(tap.leading, *input.shape[1:])
+        tap.book.expanded.add(tap.path)
     return _Embedding.apply(tap.anchor, input, tap.detached(weight), padding_idx, tap, tap.name(weight))

@@ -37,7 +37,12 @@ class _LayerNorm(torch.autograd.Function):
 
 
 def layer_norm(
-    tap: Tap, input: Tensor, normalized_shape, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+    tap: Tap,
+    input: Tensor,
+    normalized_shape,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
 ) -> Tensor:
     """Rule for `F.layer_norm`: input (..., *normalized_shape)."""
     names = (tap.name(weight), tap.name(bias))
@@ -65,14 +70,21 @@ def _affine(tap: Tap, y: Tensor, parameter: Tensor | None, first_axis: int, add:
     return y.flatten(0, 1) if name else y.squeeze(0)
 
 
-def rms_norm(tap: Tap, input: Tensor, normalized_shape, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def rms_norm(
+    tap: Tap, input: Tensor, normalized_shape, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
     """Rule for `F.rms_norm`: input (..., *normalized_shape)."""
     y = F.rms_norm(input, normalized_shape, None, eps)
     return _affine(tap, y, weight, y.dim() - len(normalized_shape), add=False)
 
 
 def group_norm(
-    tap: Tap, input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+    tap: Tap,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
 ) -> Tensor:
     """Rule for `F.group_norm`: input (B, channels, ...)."""
     y = F.group_norm(input, num_groups, None, None, eps)

@@ -69,7 +69,7 @@ def run_with_copies(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> A
         with swapped(tap, replacements):
             y = forward(*args, **kwargs)
     except (RuntimeError, IndexError) as error:
-        raise error if isinstance(error, UncoveredError) else _refuse(tap, error) from error
+        raise _refuse(tap, error) from error
     return y.flatten(0, 1) if flattened else y
 
 
@@ -91,7 +91,7 @@ def run_each(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> Any:
         replacements = {local: copies(tap, local) for local in tap.names}
         return torch.vmap(one, randomness="different")(replacements, *(args[i] for i in mapped))
     except (RuntimeError, AttributeError) as error:
-        raise error if isinstance(error, UncoveredError) else _refuse(tap, error) from error
+        raise _refuse(tap, error) from error
 
 
 def relative_bias(tap: Tap, compute_bias: Callable, args: tuple, kwargs: dict) -> Tensor:
