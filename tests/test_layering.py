@@ -15,7 +15,7 @@ ROOMS = {
     2: {"ledger", "layers", "methods"},
     3: {"bookkeeping"},
     4: {"mechanism", "selfcheck"},
-    5: {"config", "targets", "losses", "synthetic", "checkpoint", "cards"},
+    5: {"config", "matching", "targets", "diagnostics", "losses", "synthetic", "checkpoint", "cards"},
     6: {"callbacks"},
     7: {"trainer"},
     8: {"commands", "cli", "audit"},
