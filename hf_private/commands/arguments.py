@@ -10,6 +10,17 @@ import argparse
 import math
 from collections.abc import Callable
 
+TASKS = {  # what `--task` accepts, and the class that builds it
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+    "question-answering": "AutoModelForQuestionAnswering",
+    "multiple-choice": "AutoModelForMultipleChoice",
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
+    "image-classification": "AutoModelForImageClassification",
+}
+
 
 class UsageError(Exception):
     """The user asked for something impossible: reported in one line, with exit code 2."""

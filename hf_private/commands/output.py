@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -41,4 +42,5 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console(markup=False, highlight=False).print(table)
+    width = None if sys.stdout.isatty() else 119  # a file is no 80-column terminal
+    Console(markup=False, highlight=False, width=width).print(table)
