@@ -1,6 +1,7 @@
 """BK: every trainable parameter at full rank (Bu et al. 2022). Also the base that other methods change."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -26,6 +27,10 @@ class Method:
         """Take the trainable parameters, by their first name in the model."""
         self.parameters = dict(parameters)
         self.blocks: dict[str, torch.Size] = {name: p.shape for name, p in parameters.items()}
+
+    def begin_run(self, folder: str | Path, step: int = 0, writes: bool = True) -> None:
+        """Prepare a run that was attached: `step` steps were taken before it (0 unless it resumes), `folder` is for
+        the run's local files, and one rank `writes` to it."""
 
     def begin_step(self, step: int) -> None:
         """Prepare a logical step from public quantities only."""
