@@ -50,15 +50,17 @@ def self_check(
     make_batch: Callable[[int, int], Batch],
     perturb: Callable[[Batch, int], Batch],
     max_rows: int = BATCH_SIZES[-1],
+    dtype: torch.dtype | None = None,
 ) -> str:
     """Hold the engine against plain autograd on `make_batch(batch_size, length)`; `perturb(batch, row)` redraws a record.
 
-    `max_rows` is the largest micro-batch that training will use: with 1, records never share a batch. Returns one
+    `max_rows` is the largest micro-batch that training will use: with 1, records never share a batch. `dtype` is what the
+    model computes in, where autocast makes that coarser than its weights. Returns one
     line for the log; raises `SelfCheckError` or `UncoveredError` with the parameter's name and a remedy.
     """
     start = time.perf_counter()
     sizes = [size for size in BATCH_SIZES if size <= max_rows]
-    dtype = next(iter(trainable(model).values())).dtype if trainable(model) else torch.float32
+    dtype = dtype or (next(iter(trainable(model).values())).dtype if trainable(model) else torch.float32)
     with _undisturbed(model):
         _check_buffers(model, per_sample_loss, make_batch(1, LENGTH))
         model.eval()
