@@ -125,7 +125,7 @@ def select(config: TargetConfig, model: nn.Module) -> Selection:
             _check_listed(name, listed, modules)
     first = {id(p): name for name, p in model.named_parameters()}
     saved = _below([path for path in modules if _listed(path, config.modules_to_save or ())], modules, first)
-    head = _head(config, model, modules, first)
+    head = _head(model, modules, first)
     targets = _matched(config, model)
     if config.target_modules == ALL_LINEAR:
         targets = {path: module for path, module in targets.items() if _name(module, first) not in head}
@@ -135,8 +135,9 @@ def select(config: TargetConfig, model: nn.Module) -> Selection:
     for path, module in targets.items():
         _check_target(path, module, _name(module, first) in saved)
     parameters = dict(model.named_parameters())
-    if frozen := [name for name in saved if not parameters[name].requires_grad]:
+    if frozen := [name for name in sorted(saved) if not parameters[name].requires_grad]:
         raise ValueError(_frozen("modules_to_save", frozen[0]))
+    head -= _below([path for path in modules if _excluded(config, path)], modules, first)
     biases = {name for name in parameters if config.bias == "all" and name.rpartition(".")[2] == "bias"}
     full = {name for name in saved | head | biases if parameters[name].requires_grad} - weights
     return Selection(targets, full)
@@ -152,15 +153,12 @@ def _matched(config: TargetConfig, model: nn.Module) -> dict[str, nn.Module]:
     return {path: m for path, m in model.named_modules() if path and check_target_module_exists(criteria, path)}
 
 
-def _head(config: TargetConfig, model: nn.Module, modules: dict[str, nn.Module], first: dict[int, str]) -> set[str]:
+def _head(model: nn.Module, modules: dict[str, nn.Module], first: dict[int, str]) -> set[str]:
     """Names of parameters outside the base model: the task's head, but not what it shares with the base."""
-    prefix = getattr(model, "base_model_prefix", "")
-    base = modules.get(prefix) if prefix else None
-    if base is None:
+    base = modules.get(getattr(model, "base_model_prefix", ""))
+    if base is None or base is model:
         return set()
-    excluded = {path for path in modules if _excluded(config, path)}
-    inside = {first[id(p)] for p in base.parameters()} | _below(excluded, modules, first)
-    return set(first.values()) - inside
+    return set(first.values()) - {first[id(p)] for p in base.parameters()}
 
 
 def _excluded(config: TargetConfig, path: str) -> bool:
