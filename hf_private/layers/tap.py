@@ -1,14 +1,24 @@
 """What a rule sees of the book: the records' number, a scalar that keeps the graph alive, and where to write."""
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..persample import Dense, Grams, PerSample
 
-if TYPE_CHECKING:
-    from ..bookkeeping import BookKeeper
+
+class Book(Protocol):
+    """What the rules need of a BookKeeper."""
+
+    anchor: Tensor
+    grams: Grams
+    leading: int
+    expanded: set[str]
+
+    @property
+    def batch_size(self) -> int: ...
+    def observe(self, name: str, value: PerSample) -> None: ...
 
 
 class UncoveredError(RuntimeError):
@@ -21,7 +31,7 @@ REMEDY = "freeze it (`parameter.requires_grad_(False)`), or use micro-batches of
 class Tap:
     """Connects one module (its trainable parameters, by attribute name) with the book's entries (by full name)."""
 
-    def __init__(self, book: "BookKeeper", module: nn.Module, path: str, names: dict[str, str]) -> None:
+    def __init__(self, book: Book, module: nn.Module, path: str, names: dict[str, str]) -> None:
         self.book, self.module, self.path, self.names = book, module, path, names
 
     @property
