@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import skip_first_batches
 from accelerate.utils import send_to_device
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -206,6 +206,7 @@ def test_wrong_arguments_are_refused(change, message):
 # ---- micro-batches
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(
     lengths=st.lists(st.integers(0, 50), max_size=60),
     max_rows=st.integers(1, 9),
@@ -253,6 +254,10 @@ def test_lengths_of_records(record, tokens):
     assert [len(part["rows"]) for part in full.micro_batches] == [4] and full.size == 4
     tight = LogicalCollator(as_is, max_rows=100, max_tokens=max(1, 4 * tokens - 1))([record] * 4)
     assert [len(part["rows"]) for part in tight.micro_batches] == [3, 1]
+
+
+def test_rows_are_bounded_where_tokens_would_allow_more():
+    assert split([1] * 10, max_rows=4, max_tokens=1000) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 def test_a_record_longer_than_the_bound_goes_alone():
@@ -319,6 +324,13 @@ def test_workers_give_the_same_batches_and_empty_ones_arrive():
     assert any(batch.size == 0 and batch.micro_batches == [] for batch in by_epoch)
 
 
+def test_the_loader_hands_set_epoch_on():
+    whole, ahead = loader(), loader()
+    epochs = [contents(whole) for _ in range(3)]
+    ahead.set_epoch(2)
+    assert contents(ahead) == epochs[2] != epochs[0]
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_resume_in_the_middle_of_an_epoch_continues_the_draws(num_workers):
     full = loader()
@@ -353,6 +365,16 @@ def test_collators_and_datasets_draw_what_no_seed_repeats(num_workers):
     one, two = first_draws(), first_draws()
     assert len(one) == len(two) > 50 and not set(one) & set(two)
     assert len(set(one)) == len(one)  # and no two workers share a seed
+
+
+def test_a_collator_reseeds_by_itself():
+    def draws(collator):
+        random.seed(42), np.random.seed(42), torch.manual_seed(42)
+        return collator([{"input_ids": [1]}])
+
+    assert draws(mask)["mask"] == draws(mask)["mask"]  # the control
+    one, two = (draws(LogicalCollator(mask, max_rows=1)).micro_batches[0]["mask"] for _ in range(2))
+    assert all(a != b for a, b in zip(one, two, strict=True))
 
 
 def test_a_collator_can_be_sent_to_a_worker():
