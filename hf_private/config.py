@@ -295,6 +295,6 @@ def refusals(
     if getattr(tokenizer, "padding_side", "right") == "left":
         yield (
             "`padding_side` = 'left' cannot be combined with private training: left padding shifts a record's"
-            " positions by the length of its neighbours. Give `data_collator` a tokenizer with padding_side='right'; the one"
-            " that you use for generation may keep 'left'."
+            " positions by the length of its neighbours. Give `data_collator` a tokenizer with padding_side='right';"
+            " the one that you use for generation may keep 'left'."
         )

@@ -1,0 +1,319 @@
+"""Spending that is never forgotten: the ledger of an output folder, its copies in checkpoints, and what may still be
+spent. On disk:
+
+    output_dir/_dp/ledger.jsonl                 the truth: every step that ran
+    output_dir/checkpoint-N/_dp/ledger.jsonl    the truth at the time of that checkpoint
+    any saved model/privacy.json                the public record, which a fine-tune of that model continues
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import cached_file, logging
+
+from . import accounting
+from .accounting import BudgetExceeded, EpsilonReport, Event
+from .ledger import LedgerError, PrivacyLedger
+
+
+logger = logging.get_logger(__name__)
+
+LEDGER = Path("_dp", "ledger.jsonl")
+RECORD = "privacy.json"
+NOT_PRIVATE = "NOT PRIVATE"
+USELESS = 10  # times the noise that a fresh budget would ask for: nothing is learned
+
+
+# ---- checkpoints
+
+
+def _check_checkpoint(checkpoint: Path, ledger: Path) -> None:
+    """Refuse to resume where it would not be known what was spent."""
+    if not is_complete(checkpoint):
+        raise ValueError(
+            f"`resume_from_checkpoint` = {str(checkpoint)!r} is no complete checkpoint. Use True for the newest complete one."
+        )
+    if not (checkpoint / LEDGER).is_file():
+        raise LedgerError(
+            f"{checkpoint} holds no ledger ({LEDGER}), so it is not known what its weights have cost. If it was made"
+            " without privacy on public data, load its weights with from_pretrained and start a new run."
+        )
+    if not ledger.is_file():
+        raise LedgerError(
+            f"there is no ledger at {ledger}, so it is not known which steps ran after {checkpoint}. Put it back; if none"
+            f" ran after it, copy {checkpoint / LEDGER} there."
+        )
+
+
+def is_complete(checkpoint: str | Path) -> bool:
+    """Whether a checkpoint was written to its end: Trainer writes trainer_state.json last, the ledger comes first."""
+    try:
+        json.loads(Path(checkpoint, "trainer_state.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def last_checkpoint(output_dir: str | Path) -> str:
+    """The newest complete checkpoint; half-written ones, left by a killed run, are passed over."""
+    numbered = {
+        int(path.name[11:]): path for path in Path(output_dir).glob("checkpoint-*") if path.name[11:].isdigit()
+    }
+    for _, path in sorted(numbered.items(), reverse=True):
+        if is_complete(path):
+            return str(path)
+        logger.warning(f"{path} is incomplete: the run was interrupted while it was written. It is passed over.")
+    raise ValueError(
+        f"`resume_from_checkpoint` found no complete checkpoint in {str(output_dir)!r}. Start with train() instead: what"
+        " was spent so far stays charged."
+    )
+
+
+
+# ---- the base model's past
+
+
+def base_record(name_or_path: str | None, commit: str | None = None) -> dict[str, Any] | None:
+    """The privacy.json of the model that is being fine-tuned, from its folder or from the Hub; None if it has none."""
+    if not name_or_path:
+        return None
+    path: str | Path | None = Path(name_or_path, RECORD)
+    if not os.path.isdir(name_or_path):
+        if commit is None:  # built from a config: there is no folder
+            return None
+        path = cached_file(
+            name_or_path,
+            RECORD,
+            revision=commit,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    if path is None or not os.path.isfile(path):
+        return None
+    try:
+        record = json.loads(Path(path).read_text())
+        [Event.from_dict(event) for event in record["ledger"]["events"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise LedgerError(
+            f"{str(path)!r} cannot be read ({error!r}), so it is not known what the base model has cost. Repair the file,"
+            " or set `disjoint_data=True` if the base model never saw your records."
+        ) from error
+    return record
+
+
+# ---- what is spent, and what may still be
+
+
+class Spending:
+    """What a folder's ledger has charged, and how many steps the budget still permits.
+
+    Args:
+        folder: Output folder of the run; the ledger is `_dp/ledger.jsonl` in it, and may not exist yet.
+        target_delta: Delta at which epsilon is computed.
+        target_epsilon: The budget; None permits any number of steps.
+        writes: False on all ranks but the first, which count along.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        target_delta: float,
+        *,
+        target_epsilon: float | None = None,
+        accountant: str = "prv",
+        records_per_unit: int = 1,
+        writes: bool = True,
+    ) -> None:
+        self.folder = Path(folder)
+        self.target_delta, self.target_epsilon = target_delta, target_epsilon
+        self.accountant, self.records_per_unit, self.writes = accountant, records_per_unit, writes
+        self.steps_left: int | None = None
+        self._ledger: PrivacyLedger | None = None
+        self._resumes = False
+        self._permitted: Event | None = None
+        self._phase = 0
+
+    @contextmanager
+    def open(self, checkpoint: str | Path | None = None) -> Iterator[None]:
+        """Hold the ledger for one `train()`; nobody else can write to it meanwhile.
+
+        With a checkpoint, its copy of the ledger and the folder's are settled: the longer history holds, so that steps
+        which ran after the checkpoint and were lost stay charged.
+        """
+        if checkpoint is not None:
+            _check_checkpoint(Path(checkpoint), self.folder / LEDGER)
+        self._resumes, self.steps_left, self._permitted = checkpoint is not None, None, None
+        if not self.writes:
+            yield
+            return
+        with PrivacyLedger(self.folder / LEDGER, create=checkpoint is None) as self._ledger:
+            try:
+                if checkpoint is not None:
+                    self._ledger.reconcile(Path(checkpoint, LEDGER))
+                yield
+            finally:
+                self._ledger = self._permitted = self.steps_left = None
+
+    @property
+    def ledger(self) -> PrivacyLedger | None:
+        """The ledger, open while `train()` runs and read from disk otherwise; None before the first run."""
+        path = self.folder / LEDGER
+        return self._ledger or (PrivacyLedger.read(path) if path.is_file() else None)
+
+    def save_copy(self, checkpoint: str | Path) -> None:
+        """Copy the ledger, as it is now, into a checkpoint."""
+        if self.writes:
+            self.ledger.save_copy(Path(checkpoint, LEDGER))
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """All that was charged, compacted."""
+        ledger = self.ledger
+        return ledger.events if ledger else ()
+
+    @property
+    def runs(self) -> list[dict[str, Any]]:
+        """The settings of every run so far."""
+        ledger = self.ledger
+        records = ledger.records if ledger else ()
+        return [{k: v for k, v in record.items() if k != "kind"} for record in records if record["kind"] == "run"]
+
+    @property
+    def last_run(self) -> dict[str, Any]:
+        """The settings of the run before; empty if there was none."""
+        return (self.runs or [{}])[-1]
+
+    # -- before the first step
+
+    def plan(
+        self,
+        sample_rate: float,
+        steps: int,
+        releases: Callable[[float], tuple[float, ...]],
+        noise_multiplier: float | None,
+    ) -> float:
+        """Fix the noise multiplier of this run and the number of steps it may take.
+
+        A given noise multiplier is kept. Otherwise it is calibrated so that `steps` more steps stay in the budget; a
+        resumed run keeps its noise if they do. Raises `BudgetExceeded` if none fits.
+        """
+        if noise_multiplier is None:
+            kept = self.last_run.get("noise_multiplier") if self._resumes else None
+            same_rate = self.last_run.get("sample_rate") == sample_rate
+            if kept and same_rate and self.fits(Event(sample_rate, releases(kept), steps)):
+                noise_multiplier = kept
+            else:
+                noise_multiplier = self._calibrate(sample_rate, steps)
+                if kept:
+                    logger.warning(
+                        f"The remaining {steps} steps do not fit the budget with noise multiplier {kept}: it is raised to"
+                        f" {noise_multiplier} for them."
+                    )
+        self._permitted = Event(sample_rate, releases(noise_multiplier))
+        self.steps_left = None if self.target_epsilon is None else steps
+        if self.steps_left and not self.fits(replace(self._permitted, steps=steps)):
+            raise BudgetExceeded(f"{steps} steps with noise multiplier {noise_multiplier} do not fit the budget.")
+        return noise_multiplier
+
+    def _calibrate(self, sample_rate: float, steps: int) -> float:
+        def needed(spent: Sequence[Event]) -> float:
+            budget = self.target_epsilon, self.target_delta, sample_rate, steps, self.accountant
+            return accounting.calibrate(*budget, spent=spent, records_per_unit=self.records_per_unit)
+
+        noise_multiplier = needed(self.events)
+        if self.events and noise_multiplier > USELESS * needed(()):
+            raise BudgetExceeded(
+                f"Epsilon {self.report().epsilon:.4g} of `target_epsilon` {self.target_epsilon:g} is spent: {steps} more"
+                f" steps would need the noise multiplier {noise_multiplier:g}, which drowns all they could learn. Keep the"
+                " last checkpoint, or raise `target_epsilon`."
+            )
+        return noise_multiplier
+
+    def begin(self, settings: dict[str, Any]) -> None:
+        """Record the settings of the run that `plan` has fixed."""
+        if self.writes:
+            self._ledger.record("run", settings)
+        self._phase = len(self.runs)
+
+    def inherit(self, base: dict[str, Any] | None, disjoint: bool) -> None:
+        """Continue the spending of the base model, unless this ledger has it already or its data is disjoint."""
+        if base is None or disjoint or not self.writes:
+            return
+        past = base["ledger"]
+        if self._ledger.contains(past["length"], past["head"]):
+            return
+        events = [Event.from_dict(event) for event in past["events"]]
+        if not base.get("private", True):
+            events.append(Event(1.0, (0.0,)))  # whatever it cost, it was not private
+        self._ledger.continue_from(events, {"head": past["head"], "length": past["length"]})
+
+    # -- at each step
+
+    def charge(self, event: Event) -> None:
+        """Write one step to the ledger, before anything of it is released; raise if the budget does not permit it."""
+        if event != self._permitted:
+            raise RuntimeError(f"The step is not the one that was planned: {event} instead of {self._permitted}.")
+        if self.steps_left is not None:
+            if self.steps_left < event.steps:
+                raise BudgetExceeded("The privacy budget permits no further step. Nothing was released.")
+            self.steps_left -= event.steps
+        if self.writes:
+            self._ledger.charge(event, phase=f"run {self._phase}")
+
+    # -- what it amounts to
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether a run used a fixed key, which undoes its noise."""
+        return any(run.get("reproducible") for run in self.runs)
+
+    def fits(self, event: Event) -> bool:
+        """Whether the budget permits `event` after all that was charged."""
+        if self.target_epsilon is None:
+            return True
+        return self._epsilon((*self.events, event)).epsilon <= self.target_epsilon
+
+    def report(self) -> EpsilonReport:
+        """What all charged steps cost, by the accountants."""
+        report = self._epsilon(self.events)
+        if self.reproducible:
+            report = replace(report, epsilon=math.inf, note="a fixed key was used, which undoes the noise")
+        return replace(report, note=f"{NOT_PRIVATE}: {report.note}") if math.isinf(report.epsilon) else report
+
+    def _epsilon(self, events: Sequence[Event]) -> EpsilonReport:
+        report = accounting.epsilon(events, self.target_delta, self.accountant)
+        if self.records_per_unit == 1:
+            return report
+        value = accounting.group_epsilon(events, self.target_delta, self.records_per_unit)
+        return replace(report, epsilon=value, note=f"epsilon is for a person with {self.records_per_unit} records")
+
+    def quick_epsilon(self) -> float:
+        """A cheap upper bound on what all charged steps cost, for logs."""
+        if self.reproducible:
+            return math.inf
+        k, events = self.records_per_unit, self.events
+        if k > 1:  # whenever one of a person's records might be drawn, count all of them
+            events = [
+                replace(e, sample_rate=min(1.0, k * e.sample_rate), releases=tuple(s / k for s in e.releases))
+                for e in events
+            ]
+        return accounting.quick_epsilon(events, self.target_delta)
+
+    def record(self) -> dict[str, Any]:
+        """The ledger's facts for a card: its events, its hash chain's head, and every run's settings."""
+        ledger = self.ledger
+        return {
+            "ledger": {
+                "events": [event.to_dict() for event in self.events],
+                "head": ledger.head if ledger else None,
+                "length": ledger.length if ledger else 0,
+            },
+            "runs": self.runs,
+        }

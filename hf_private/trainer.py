@@ -1,0 +1,412 @@
+"""DPTrainer: Trainer with a private step. The loop, scheduler, callbacks, checkpoints and evaluation are Trainer's own.
+
+How it fits: one item of the training DataLoader is one whole Poisson batch, and `training_step` runs the mechanism on
+it, so that each turn of Trainer's loop is one private step. Nothing un-noised leaves `training_step`.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import TrainOutput
+from transformers.utils import logging
+
+from . import __version__
+from .accounting import EpsilonReport
+from .bookkeeping import trainable
+from .callbacks import PrivacyCallback
+from .cards import write_card
+from .checkpoint import Spending, base_record, last_checkpoint
+from .clipping import Clipping
+from .config import DPConfig, refusals
+from .keystream import Key
+from .losses import PerSampleLoss, base_model
+from .mechanism import Mechanism
+from .methods.full import Method
+from .noise import NoiseSource, reseed_global
+from .sampling import LogicalBatch, LogicalCollator, PoissonLoader, PoissonSampler
+from .selfcheck import LENGTH, self_check
+from .synthetic import synthetic_batch
+from .targets import resolve_method
+
+
+logger = logging.get_logger(__name__)
+
+NONPRIVATE_METRICS = ("loss", "train_loss", "grad_norm", "num_input_tokens_seen")
+LIBRARIES = ("torch", "transformers", "accelerate", "peft", "datasets", "dp-accounting", "prv-accountant")
+
+
+class Keys(NamedTuple):
+    """The secrets of one `train()`: never saved, and drawn anew by the next."""
+
+    sampling: Key | bytes
+    noise: Key | bytes
+
+
+class UnsavedToken(str):
+    """A token that reads as usual and pickles as None: training_args.bin is saved and pushed with every model."""
+
+    def __reduce__(self) -> tuple[Any, tuple]:
+        return type(None), ()
+
+
+class DPTrainer(Trainer):
+    """Trainer whose model can be published: it fine-tunes with differential privacy, as `dp_config` says.
+
+    Takes all that `Trainer` takes, and:
+
+    Args:
+        dp_config: Privacy settings, see `DPConfig`.
+        per_sample_loss: fn(outputs, labels) -> (B,), a loss for each record, in place of the one that fits the
+            model's head; `labels` is a dict if there are several. It replaces `compute_loss`.
+        anchor_dataset: Public records that span the subspace of `DPConfig.anchors`.
+
+    `gradient_accumulation_steps` and `per_device_train_batch_size` change speed and memory only, once
+    `DPConfig.expected_batch_size` is set. Epochs are counted in steps of that size: an epoch is ceil(n / B) steps.
+
+    >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+    >>> model = BertForSequenceClassification(
+    ...     BertConfig(hidden_size=8, num_attention_heads=1, num_hidden_layers=1, intermediate_size=8, vocab_size=50)
+    ... )
+    >>> records = [{"input_ids": [1, 2, 3, i], "labels": i % 2} for i in range(40)]
+    >>> folder = getfixture("tmp_path")
+    >>> args = TrainingArguments(folder, max_steps=2, report_to=[], disable_tqdm=True, logging_strategy="no")
+    >>> trainer = DPTrainer(model, args, dp_config=DPConfig(noise_multiplier=1.0), train_dataset=records)
+    >>> trainer.train().global_step
+    2
+    >>> trainer.privacy_spent().epsilon < 5
+    True
+    """
+
+    # Tests set 32 bytes here to repeat a run. Whoever knows them can undo the noise: the run is then NOT PRIVATE.
+    _test_key: bytes | None = None
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        *rest: Any,
+        dp_config: DPConfig | None = None,
+        per_sample_loss: Callable[[Any, Any], Tensor] | None = None,
+        anchor_dataset: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if not isinstance(dp_config, DPConfig):
+            raise ValueError(
+                f"`dp_config` must be a DPConfig, got {dp_config!r}. For instance DPConfig(target_epsilon=8.0)."
+            )
+        args = TrainingArguments("tmp_trainer") if args is None else args
+        self.dp_config, self.per_sample_loss, self.anchor_dataset = dp_config, per_sample_loss, anchor_dataset
+        self._given_batch_size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        self.expected_batch_size = dp_config.expected_batch_size or self._given_batch_size
+        self.spending = Spending(
+            args.output_dir,
+            dp_config.target_delta,
+            target_epsilon=dp_config.target_epsilon,
+            accountant=dp_config.accountant,
+            records_per_unit=dp_config.records_per_unit,
+            writes=args.process_index == 0,
+        )
+        self._keys: Keys | None = None
+        self._mechanism: Mechanism | None = None
+        super().__init__(model, _own(args), *rest, **kwargs)
+        self.privacy_callback = PrivacyCallback(self.spending)
+        self.callback_handler.callbacks.insert(0, self.privacy_callback)  # before the reporters, who then see epsilon
+
+    def _validate_args(self) -> None:
+        problems = refusals(
+            self.args,
+            train_dataset=self.train_dataset,
+            data_collator=self.data_collator,
+            compute_loss_func=self.compute_loss_func,
+            custom_compute_loss=type(self).compute_loss is not Trainer.compute_loss,
+        )
+        if found := list(problems):
+            raise ValueError("\n".join(found))
+        super()._validate_args()
+        if self.train_dataset is not None:
+            self._check_size(len(self.train_dataset))
+
+    def _check_size(self, num_records: int) -> None:
+        if self.expected_batch_size > num_records:
+            raise ValueError(
+                f"`expected_batch_size` must be at most the number of records ({num_records}), got"
+                f" {self.expected_batch_size}. Lower it, or gradient_accumulation_steps and per_device_train_batch_size."
+            )
+        if self.dp_config.target_delta >= 1 / num_records:
+            logger.warning(
+                f"`target_delta` = {self.dp_config.target_delta} is not below 1 / {num_records} records: publishing one"
+                " record at random would satisfy it. Choose it well below."
+            )
+
+    # ---- one run
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+    ) -> TrainOutput:
+        """Train privately; what the output folder's ledger has charged before counts too. See `Trainer.train`."""
+        if trial is not None:
+            self.hyperparameter_search()
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_checkpoint(self.args.output_dir)
+        try:
+            with self.spending.open(resume_from_checkpoint or None):
+                self.expected_batch_size = self._resolve_batch_size(resumes=bool(resume_from_checkpoint))
+                self._keys = self._draw_keys()
+                reseed_global()
+                output = super().train(resume_from_checkpoint, None, ignore_keys_for_eval)
+        finally:
+            self._keys = self._mechanism = None
+            self.is_in_train = False
+        return output if self.dp_config.log_nonprivate else output._replace(training_loss=math.nan)
+
+    def _resolve_batch_size(self, resumes: bool) -> int:
+        """The expected batch size: what was recorded if a run is resumed, on however many devices."""
+        asked = self.dp_config.expected_batch_size
+        recorded = self.spending.last_run.get("expected_batch_size") if resumes else None
+        if asked and recorded and asked != recorded:
+            raise ValueError(
+                f"`expected_batch_size` must stay {recorded} when a run is resumed, got {asked}. For a new phase with"
+                " other settings call train() without `resume_from_checkpoint`."
+            )
+        return recorded or asked or self._given_batch_size
+
+    def _draw_keys(self) -> Keys:
+        """Fresh secrets for sampling and for noise."""
+        if self._test_key is not None:
+            return Keys(self._test_key, self._test_key)
+        return Keys(Key(), Key())
+
+    def get_train_dataloader(self) -> PoissonLoader:
+        """Loader whose items are whole Poisson batches, split into micro-batches."""
+        if self.train_dataset is None:
+            raise ValueError("`train_dataset` must be given to train, got None.")
+        dataset, collator, args = self.train_dataset, self.data_collator, self.args
+        if isinstance(dataset, datasets.Dataset):
+            dataset = self._remove_unused_columns(dataset, description="training")
+        else:
+            collator = self._get_collator_with_removed_columns(collator, description="training")
+        sampler = PoissonSampler(
+            len(dataset),
+            self.expected_batch_size,
+            key=self._keys.sampling if self._keys else None,
+            rank=args.process_index,
+            world_size=args.world_size,
+        )
+        return PoissonLoader(
+            dataset,
+            sampler,
+            LogicalCollator(collator, args.per_device_train_batch_size, self.dp_config.micro_batch_tokens),
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+        )
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """The expected batch size, for Trainer's banner and speed."""
+        return self.expected_batch_size
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        # freezes what the method does not train, so it comes before the optimizer
+        method = resolve_method(self.dp_config, self.model, seed=self.args.seed)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if steps := max(max_steps - self.state.global_step, 0):
+            self._attach(method, train_dataloader.batch_sampler.sample_rate, steps)
+        return prepared
+
+    def _attach(self, method: Method, sample_rate: float, steps: int) -> None:
+        """Check the model, fix the noise and the number of steps that may be taken, and build the mechanism."""
+        config, model = self.dp_config, self.accelerator.unwrap_model(self.model_wrapped)
+        loss = PerSampleLoss(model, self.per_sample_loss, self.args.label_smoothing_factor)
+        self._check_optimizer(model)
+        rows, dtype = self.args.per_device_train_batch_size, torch.bfloat16 if self.args.bf16 else None
+        logger.info(self_check(model, loss, self.public_batch, self._perturb, rows, dtype))
+        noise = NoiseSource(config.noise, self._keys.noise)
+        self.spending.inherit(self._base(), config.disjoint_data)
+        noise_multiplier = self.spending.plan(sample_rate, steps, method.releases, config.noise_multiplier)
+        self.spending.begin(
+            {
+                **config.to_dict(),
+                "noise_multiplier": noise_multiplier,
+                "expected_batch_size": self.expected_batch_size,
+                "num_records": len(self.train_dataset),
+                "sample_rate": sample_rate,
+                "planned_steps": steps,
+                "method": type(method).__name__,
+                "reproducible": noise.reproducible,
+            }
+        )
+        self._mechanism = Mechanism(
+            model,
+            loss,
+            method=method,
+            clipping=Clipping(config.clipping, config.clip_norm),
+            noise=noise,
+            noise_multiplier=noise_multiplier,
+            sample_rate=sample_rate,
+            expected_batch_size=self.expected_batch_size,
+            charge=self.spending.charge,
+            log_nonprivate=config.log_nonprivate,
+        )
+        self._mechanism.steps = self.state.global_step  # with a test key, a resumed run repeats the noise of its steps
+        self._gradients_checked = False
+
+    def public_batch(
+        self, batch_size: int, length: int, generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
+        """A made-up batch for the self-check at the start of `train()`: inputs and labels of `batch_size` records of up to
+        `length` tokens, no two alike. Override it for a model or a `per_sample_loss` that needs other inputs."""
+        return synthetic_batch(self.accelerator.unwrap_model(self.model), batch_size, length, generator)
+
+    def _perturb(self, batch: dict[str, Tensor], row: int) -> dict[str, Tensor]:
+        """The same made-up batch with another record in one row."""
+        other = self.public_batch(len(next(iter(batch.values()))), LENGTH, torch.Generator().manual_seed(1))
+        changed = {name: value.clone() for name, value in batch.items()}
+        for name, value in changed.items():
+            value[row] = other[name][row]
+        return changed
+
+    def _check_optimizer(self, model: nn.Module) -> None:
+        """The optimizer must update the very Parameter objects whose gradients are made here."""
+        engine = {id(p): name for name, p in trainable(model).items()}
+        held = {id(p): p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad}
+        if missing := [name for key, name in engine.items() if key not in held]:
+            raise ValueError(
+                f"`optimizers` must hold every trainable parameter of the model, got one without `{missing[0]}`"
+                f" ({len(missing)} in all). Build it from trainer.model.parameters(), or freeze them."
+            )
+        if strangers := held.keys() - engine.keys():
+            raise ValueError(
+                f"`optimizers` must hold parameters of the model only, got {len(strangers)} others. It was built for"
+                " another copy of the model: build it from trainer.model.parameters()."
+            )
+
+    # ---- one step
+
+    def training_step(
+        self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """One private step on one Poisson batch. Returns 0, or the loss if `log_nonprivate`."""
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        if self._mechanism is None:  # a complete run was resumed: Trainer takes one step before it looks
+            return torch.zeros((), device=self.args.device)
+        self._mechanism.step(self._prepare_inputs(batch) for batch in inputs.micro_batches)
+        if not self._gradients_checked and inputs.size:
+            self._check_gradients()
+        seen = self._mechanism.nonprivate  # None unless `log_nonprivate`
+        return torch.tensor(seen["loss_sum"] / max(seen["batch_size"], 1) if seen else 0.0, device=self.args.device)
+
+    def _check_gradients(self) -> None:
+        """After the first step with records: every parameter that the optimizer holds got a gradient."""
+        for name, p in trainable(self.accelerator.unwrap_model(self.model_wrapped)).items():
+            ok = p.grad is not None and bool(p.grad.isfinite().all())
+            if not ok or (self.dp_config.is_private and not p.grad.any()):
+                got = "none" if p.grad is None else "zero" if ok else "one that is not finite"
+                raise RuntimeError(f"`{name}` must have a finite, non-zero gradient after a private step, got {got}.")
+        self._gradients_checked = True
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """No second clip: each record was clipped before the noise."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> None:
+        """No norm in the logs."""
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log what may be published; what is not private only if asked for, and by that name."""
+        for name in NONPRIVATE_METRICS:
+            value = logs.pop(name, None)
+            if value is not None and self.dp_config.log_nonprivate:
+                logs[f"nonprivate_{name}"] = value
+        super().log(logs, start_time)
+
+    # ---- what is saved
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        self._write_card(output_dir or self.args.output_dir)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if self.args.should_save:
+            self.spending.save_copy(Path(self.args.output_dir, f"checkpoint-{self.state.global_step}"))
+        super()._save_checkpoint(model, trial)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        self._write_card(self.args.output_dir)
+        super()._push_from_checkpoint(checkpoint_folder)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Trainer's card, and the privacy record beside it."""
+        super().create_model_card(*args, **kwargs)
+        self._write_card(self.args.output_dir)
+
+    def _write_card(self, folder: str) -> None:
+        if self.is_world_process_zero():
+            write_card(folder, self.privacy_record())
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Nothing: a generator's state would let others replay dropout and augmentation."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Nothing: a resumed run draws fresh randomness."""
+
+    # ---- what is reported
+
+    def privacy_spent(self) -> EpsilonReport:
+        """What has been spent on the records so far, in all runs on this output folder."""
+        return self.spending.report()
+
+    def privacy_record(self) -> dict[str, Any]:
+        """All public facts that a card needs, as plain values."""
+        dataset, base = self.train_dataset, getattr(base_model(self.model), "config", None)
+        info, adapters = getattr(dataset, "info", None), getattr(self.model, "peft_config", None) or {}
+        return {
+            **self.spending.record(),
+            "settings": self.dp_config.to_dict() | {"expected_batch_size": self.expected_batch_size},
+            "optimizer": str(getattr(self.args.optim, "value", self.args.optim)),
+            "base_model": getattr(base, "_name_or_path", None) or None,
+            "peft": next((adapter.peft_type.value for adapter in adapters.values()), None),
+            "dataset": {
+                # no fingerprint: a hash of the records is a function of them, and not a private one
+                "name": getattr(info, "dataset_name", None) or getattr(info, "builder_name", None),
+                "num_records": None if dataset is None else len(dataset),
+            },
+            "evaluation": {
+                "covered": False,
+                "used": self.eval_dataset is not None,
+                "chooses_model": bool(self.args.load_best_model_at_end),
+            },
+            "versions": {"hf_private": __version__, **{name: version(name) for name in LIBRARIES}},
+        }
+
+    def _base(self) -> dict[str, Any] | None:
+        config = getattr(base_model(self.model), "config", None)
+        return base_record(getattr(config, "_name_or_path", None), getattr(config, "_commit_hash", None))
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: choosing the best of several private runs costs privacy that no single run accounts for."""
+        raise NotImplementedError(
+            "`hyperparameter_search` cannot be combined with privacy: every trial spends, and so does choosing among"
+            " them. Tune on public data, or train each setting in its own output_dir and add them up (`hf-private"
+            " compose`)."
+        )
+
+
+def _own(args: TrainingArguments) -> TrainingArguments:
+    """A copy for the loop, in which one loader item is one step; the user's stay as they are."""
+    args = copy.copy(args)
+    args.gradient_accumulation_steps = 1
+    args.include_num_input_tokens_seen = "no"  # it counts private tokens
+    if args.hub_token is not None:
+        args.hub_token = UnsavedToken(args.hub_token)
+    return args
