@@ -25,9 +25,9 @@ def violations(value: Any, schema: dict[str, Any], where: str = "") -> Iterator[
     name = f"`{where or 'the record'}`"
     if "anyOf" in schema and all(any(True for _ in violations(value, option, where)) for option in schema["anyOf"]):
         yield f"{name} has no allowed form, got {value!r}"
-    if "const" in schema and value != schema["const"]:
+    if "const" in schema and not _same(value, schema["const"]):
         yield f"{name} must be {schema['const']!r}, got {value!r}"
-    if "enum" in schema and value not in schema["enum"]:
+    if "enum" in schema and not any(_same(value, allowed) for allowed in schema["enum"]):
         yield f"{name} must be one of {schema['enum']}, got {value!r}"
     if "type" in schema and not _is(value, schema["type"]):
         yield f"{name} must be of type {schema['type']}, got {value!r}"
@@ -55,6 +55,10 @@ def _in_object(value: dict[str, Any], schema: dict[str, Any], where: str) -> Ite
             yield f"`{where}{dot}{key}` is unknown"
         elif key in known or isinstance(more, dict):
             yield from violations(item, known.get(key, more), f"{where}{dot}{key}")
+
+
+def _same(value: Any, other: Any) -> bool:
+    return value == other and isinstance(value, bool) == isinstance(other, bool)  # in Python, True == 1
 
 
 def _is(value: Any, types: str | list[str]) -> bool:

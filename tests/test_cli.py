@@ -64,6 +64,10 @@ WRONG = [  # (arguments, the option that is named, what is allowed); what was go
     (["demo", "--steps", "none"], "--steps", "a whole number >= 1"),
     (["doctor", "model", "--batch", "0"], "--batch", "a whole number >= 1"),
     (["doctor", "model", "--length", "-3"], "--length", "a whole number >= 1"),
+    (["card", "model", "--tuning-runs", "0"], "--tuning-runs", "a whole number >= 1"),
+    (["card", "model", "--law", "uniform"], "--law", "'fixed', 'geometric', 'logarithmic'"),
+    (["card", "nowhere"], "PATH", "a privacy.json"),
+    (["compose", "a", "--delta", "1"], "--delta", "a number between 0 and 1"),
     (["frobnicate"], "COMMAND", "'demo', 'calibrate', 'doctor'"),
 ]
 
@@ -78,7 +82,7 @@ def test_wrong_value(arguments: list[str], option: str, allowed: str, capsys: py
 
 def test_every_option_with_a_value_has_a_wrong_value_above() -> None:
     seen = {(arguments[0], option) for arguments, option, _ in WRONG}
-    free_text = {("demo", "--output-dir")}
+    free_text = {("demo", "--output-dir"), ("verify", "--revision")}
     for command in COMMANDS:
         subparser = build_parser().parse_args([command.NAME, *_required(command)]).parser
         for action in subparser._actions:
