@@ -215,7 +215,6 @@ class Carriers(Method):
         self.targets, self.source, self.power_iterations = dict(targets), source, power_iterations
         self.refresh, self.warmup_steps = refresh, warmup_steps
         self.sparsity, self.sparsity_start, self.seed = sparsity, sparsity_start, seed
-        self.steps_before = 0  # by the runs that this one resumes
         self.start: dict[str, Tensor] = {}  # W_0, for source="history"
         self.carriers: dict[str, LowRank | Submatrix] = {}
         self._sparse = False
@@ -225,7 +224,7 @@ class Carriers(Method):
         if missing := [name for name in self.targets if name not in self.parameters]:
             raise ValueError(f"`{missing[0]}` must be trainable to have carriers, got a frozen or absent parameter.")
         self.carriers = {}
-        self.blocks = self.blocks_at(self.steps_before)
+        self.blocks = self.blocks_at(0)
 
     # ---- what is released
 
@@ -263,7 +262,6 @@ class Carriers(Method):
 
     @torch.no_grad()
     def begin_step(self, step: int) -> None:
-        step += self.steps_before
         if self.source == "history" and not self.start:
             self.start = {name: self.parameters[name].detach().clone() for name in self.targets}
         sparse = self._sparsity(step) > 0
@@ -317,14 +315,12 @@ class Carriers(Method):
         weights = [self.parameters[name] for name in self.targets] if self.source == "history" else []
         return sum(p.numel() * p.element_size() for p in weights)
 
-    def begin_run(self, folder: str | Path, step: int = 0, writes: bool = True) -> None:
-        """Note how many steps were taken before; with source="history" write W_0 to `folder`, or read it back."""
-        self.steps_before, self.carriers = step, {}
-        self.blocks = self.blocks_at(step)
+    def begin_run(self, folder: str | Path, resumes: bool = False, writes: bool = True) -> None:
+        """With source="history": write W_0 to `folder`, or read it back if the run resumes."""
         if self.source != "history":
             return
         path = Path(folder, START)
-        if step:
+        if resumes:
             self.start = self._read_start(path)
             return
         self.start = {name: self.parameters[name].detach().clone().contiguous() for name in self.targets}

@@ -28,12 +28,12 @@ class Method:
         self.parameters = dict(parameters)
         self.blocks: dict[str, torch.Size] = {name: p.shape for name, p in parameters.items()}
 
-    def begin_run(self, folder: str | Path, step: int = 0, writes: bool = True) -> None:
-        """Prepare a run that was attached: `step` steps were taken before it (0 unless it resumes), `folder` is for
-        the run's local files, and one rank `writes` to it."""
+    def begin_run(self, folder: str | Path, resumes: bool = False, writes: bool = True) -> None:
+        """Prepare a run, once attached: `folder` is for its local files, which one rank `writes`; a run that
+        `resumes` finds there what it wrote when it began."""
 
     def begin_step(self, step: int) -> None:
-        """Prepare a logical step from public quantities only."""
+        """Prepare a logical step from public quantities only; `step` counts on when a run is resumed."""
 
     def observe(self, name: str, value: PerSample) -> dict[str, PerSample]:
         """What goes into the book for one use of parameter `name`; called inside the backward pass."""
