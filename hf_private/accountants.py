@@ -129,9 +129,9 @@ def _domain(settings: Settings, delta: float, eps_error: float) -> float:
 
 
 def default_eps_error(settings: Settings, delta: float) -> float:
-    """PRV's half-width: a hundredth of epsilon and at most 0.01; coarser only where its grid would take long."""
+    """PRV's half-width: 1% of epsilon up to 0.01, then 0.1%; coarser only where its grid would take long."""
     percent = rdp_epsilon(settings, delta) / 100
-    eps_error = min(0.01, max(0.002, percent))
+    eps_error = max(0.002, min(percent, max(0.01, percent / 10)))
     steps, domain = sum(n for *_, n in settings), _domain(settings, delta, eps_error)
     while grid_points(steps, delta, eps_error, domain) > PATIENCE and eps_error < max(0.1, percent):
         eps_error *= 2

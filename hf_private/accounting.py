@@ -177,8 +177,6 @@ def epsilon(
     notes = [result for result in results.values() if isinstance(result, str)]
     if accountant not in bounds:
         notes.append(f"epsilon is the largest bound by {', '.join(bounds) or 'nobody: infinity'}")
-    if eps_error is None and width > 0.01 and "prv" in bounds:
-        notes.append(f"prv's error was raised to {width:.3g} to bound its grid")
     value = max(_upper(name, settings, delta, width) for name in _voices(accountant))
     return EpsilonReport(delta, value, accountant, width, delta / 1000, bounds, "; ".join(notes))
 
@@ -334,7 +332,7 @@ def _voices(accountant: str, records_per_unit: int = 1) -> tuple[str, ...]:
 
 
 def _smallest(excess: Callable[[float], float], start: float, spread: float) -> float:
-    """The noise multiplier at which `excess`, decreasing, crosses 0: expected within `spread`, relative, of `start`."""
+    """The noise multiplier at which `excess`, decreasing, crosses 0, by guess within `spread` (relative) of `start`."""
     low = high = start
     while excess(high) > 0:
         low, high, spread = high, high * (1 + spread), 4 * spread
