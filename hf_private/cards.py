@@ -5,7 +5,6 @@ and written again whenever they did.
 """
 
 import hashlib
-import json
 import os
 import re
 from importlib.resources import files
@@ -39,9 +38,8 @@ def write_card(folder: str | Path, facts: dict[str, Any]) -> dict[str, Any]:
     folder = Path(folder)
     before = read_record(folder) or {}
     kept = {name: before[name] for name in ("tuning", "audit") if before.get(name)}
-    adapter = {"peft": _peft_type(folder)} if (folder / "adapter_config.json").is_file() else {}
     public = {**facts, "base_model": _public_name(facts.get("base_model"))}
-    record = build_record({**kept, **adapter, **public}, weight_hashes(folder))
+    record = build_record({**kept, **public}, weight_hashes(folder))
     write_files(folder, record)
     return record
 
@@ -275,11 +273,6 @@ def _local(name: Any) -> bool:
 
 def _public_name(name: str | None) -> str | None:
     return Path(name).name if name and _local(name) else name
-
-
-def _peft_type(folder: Path) -> str | None:
-    kind = json.loads((folder / "adapter_config.json").read_text()).get("peft_type")
-    return {"LORA": "LoRA"}.get(kind, kind)
 
 
 def _write(path: Path, text: str) -> None:

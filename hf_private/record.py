@@ -147,9 +147,7 @@ def not_private(events: list[Event], runs: list[dict[str, Any]]) -> list[str]:
     if any(event.steps and event.noise_multiplier == 0 for event in events):
         reasons.append("steps were taken without noise")
     if any(event.sampling != "poisson" for event in events):
-        reasons.append(
-            "batches were not drawn by Poisson sampling, the only one with a known price here"
-        )
+        reasons.append("batches were not drawn by Poisson sampling, the only one with a known price here")
     if any(run.get("reproducible") for run in runs):
         reasons.append("noise and batches came from a fixed key: whoever has it can take the noise away again")
     if any(run.get("log_nonprivate") for run in runs):
@@ -199,7 +197,7 @@ def method_name(settings: dict[str, Any], peft: str | None = None) -> str:
         name = "GEP" if anchors.get("residual", True) else "B-GEP"
         return f"{name}: gradients embedded in a subspace of public data (k={anchors.get('k')})"
     full = "DP-SGD with book-keeping (BK)"
-    return f"{full} on a {peft} adapter" if peft else f"{full} on every trainable weight"
+    return f"{full} on a {'LoRA' if peft == 'LORA' else peft} adapter" if peft else f"{full} on every trainable weight"
 
 
 def plain(value: Any) -> Any:

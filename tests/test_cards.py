@@ -206,11 +206,12 @@ def test_survives_pefts_own_card_writing(tmp_path: Path) -> None:
     tiny = BertConfig(hidden_size=8, num_attention_heads=1, num_hidden_layers=1, intermediate_size=8, vocab_size=50)
     model = get_peft_model(BertForSequenceClassification(tiny), LoraConfig(r=2, target_modules=["query"]))
     model.save_pretrained(tmp_path)
-    write_card(tmp_path, facts())
+    given_facts = facts() | {"peft": "LORA"}
+    write_card(tmp_path, given_facts)
     section = split_card((tmp_path / CARD).read_text())[2]
     assert "on a LoRA adapter" in section
     model.save_pretrained(tmp_path)  # PEFT reloads the card and sets tags of its own
-    write_card(tmp_path, facts())
+    write_card(tmp_path, given_facts)
     text = (tmp_path / CARD).read_text()
     assert split_card(text)[2] == section and text.count("## Privacy") == 1
     assert {*TAGS, "lora"} <= {*ModelCard(text).data.tags}
@@ -249,7 +250,7 @@ def test_card_is_valid_markdown_with_links_that_resolve(tmp_path: Path) -> None:
 
 
 def test_warnings_are_in_the_record() -> None:
-    weak = build_record(facts([event(1.0, 40, 0.3)], target_delta=1e-3), {})
+    weak = build_record(facts([event(0.7, 40, 0.3)], target_delta=1e-3), {})
     text = " ".join(weak["caveats"])
     assert "above 10" in text and "not below 1 / 5000" in text and "how many runs" in text
     fast = build_record(facts(noise="fast"), {})

@@ -214,7 +214,7 @@ def test_about_other_weights_nothing_can_be_told(folder: Path, swap: str) -> Non
 
 
 def test_warnings(tmp_path: Path) -> None:
-    folder = saved_model(tmp_path, facts([event(1.0, 40, 0.3)], run={"sample_rate": None}, target_delta=1e-3))
+    folder = saved_model(tmp_path, facts([event(0.7, 40, 0.3)], run={"sample_rate": None}, target_delta=1e-3))
     verdict = verify(str(folder))
     text = " ".join(finding.message for finding in verdict.findings if finding.status == "warning")
     assert verdict.code == 0
