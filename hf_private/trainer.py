@@ -22,8 +22,7 @@ from . import __version__
 from .accounting import EpsilonReport
 from .bookkeeping import trainable
 from .callbacks import PrivacyCallback
-from .cards import write_card
-from .checkpoint import Spending, base_record, last_checkpoint
+from .checkpoint import LEDGER, Spending, base_record, last_checkpoint
 from .clipping import Clipping
 from .config import DPConfig, refusals
 from .keystream import Key
@@ -31,14 +30,15 @@ from .losses import PerSampleLoss, base_model
 from .mechanism import Mechanism
 from .methods.full import Method
 from .noise import NoiseSource, reseed_global
+from .publishing import PublishingTrainer, UnsavedToken
 from .sampling import LogicalBatch, LogicalCollator, PoissonLoader, PoissonSampler
 from .selfcheck import LENGTH, self_check
 from .synthetic import synthetic_batch
 from .targets import resolve_method
 
-
 logger = logging.get_logger(__name__)
 
+CARD_FILES = (RECORD, CARD, CURVE_FILE)
 NONPRIVATE_METRICS = ("loss", "train_loss", "grad_norm", "num_input_tokens_seen")
 LIBRARIES = ("torch", "transformers", "accelerate", "peft", "datasets", "dp-accounting", "prv-accountant")
 
@@ -50,14 +50,7 @@ class Keys(NamedTuple):
     noise: Key | bytes
 
 
-class UnsavedToken(str):
-    """A token that reads as usual and pickles as None: training_args.bin is saved and pushed with every model."""
-
-    def __reduce__(self) -> tuple[Any, tuple]:
-        return type(None), ()
-
-
-class DPTrainer(Trainer):
+class DPTrainer(PublishingTrainer):
     """Trainer whose model can be published: it fine-tunes with differential privacy, as `dp_config` says.
 
     Takes all that `Trainer` takes, and:
@@ -75,11 +68,13 @@ class DPTrainer(Trainer):
     >>> model = BertForSequenceClassification(
     ...     BertConfig(hidden_size=8, num_attention_heads=1, num_hidden_layers=1, intermediate_size=8, vocab_size=50)
     ... )
-    >>> records = [{"input_ids": [1, 2, 3, i], "labels": i % 2} for i in range(40)]
+    >>> records = [{"input_ids": [7, 8, 9, 10 + i], "labels": i % 2} for i in range(40)]
     >>> folder = getfixture("tmp_path")
     >>> args = TrainingArguments(folder, max_steps=2, report_to=[], disable_tqdm=True, logging_strategy="no")
     >>> trainer = DPTrainer(model, args, dp_config=DPConfig(noise_multiplier=1.0), train_dataset=records)
-    >>> trainer.train().global_step
+    >>> output = trainer.train()
+    {'train_runtime': ...}
+    >>> output.global_step
     2
     >>> trainer.privacy_spent().epsilon < 5
     True
@@ -217,11 +212,17 @@ class DPTrainer(Trainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         # freezes what the method does not train, so it comes before the optimizer
-        method = resolve_method(self.dp_config, self.model, seed=self.args.seed)
+        method = self.create_method()
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if steps := max(max_steps - self.state.global_step, 0):
             self._attach(method, train_dataloader.batch_sampler.sample_rate, steps)
+            folder, writes = Path(self.args.output_dir, LEDGER).parent, self.args.process_index == 0
+            method.begin_run(folder, resumes=resume_from_checkpoint is not None, writes=writes)
         return prepared
+
+    def create_method(self) -> Method:
+        """The gradient method that `dp_config` asks for. Override it to train with one of your own."""
+        return resolve_method(self.dp_config, self.model, seed=self.args.seed)
 
     def _attach(self, method: Method, sample_rate: float, steps: int) -> None:
         """Check the model, fix the noise and the number of steps that may be taken, and build the mechanism."""
@@ -231,7 +232,7 @@ class DPTrainer(Trainer):
         rows, dtype = self.args.per_device_train_batch_size, torch.bfloat16 if self.args.bf16 else None
         logger.info(self_check(model, loss, self.public_batch, self._perturb, rows, dtype))
         noise = NoiseSource(config.noise, self._keys.noise)
-        self.spending.inherit(self._base(), config.disjoint_data)
+        self.spending.inherit(None if config.disjoint_data else self._base())
         noise_multiplier = self.spending.plan(sample_rate, steps, method.releases, config.noise_multiplier)
         self.spending.begin(
             {
@@ -334,25 +335,13 @@ class DPTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)
-        self._write_card(output_dir or self.args.output_dir)
+        if self.dp_config.carriers is not None:
+            self.dp_config.carriers.save_pretrained(output_dir or self.args.output_dir)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if self.args.should_save:
             self.spending.save_copy(Path(self.args.output_dir, f"checkpoint-{self.state.global_step}"))
         super()._save_checkpoint(model, trial)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        self._write_card(self.args.output_dir)
-        super()._push_from_checkpoint(checkpoint_folder)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Trainer's card, and the privacy record beside it."""
-        super().create_model_card(*args, **kwargs)
-        self._write_card(self.args.output_dir)
-
-    def _write_card(self, folder: str) -> None:
-        if self.is_world_process_zero():
-            write_card(folder, self.privacy_record())
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Nothing: a generator's state would let others replay dropout and augmentation."""

@@ -75,12 +75,12 @@ def test_a_resumed_run_takes_the_same_steps(tmp_path):
                 module.p = 0.0
         return made
 
-    through = trainer(tmp_path / "through", model(), steps=5, save_steps=3, save_steps=3, **settings)
+    through = trainer(tmp_path / "through", model(), steps=5, save_steps=3, **settings)
     through.train()
     first = trainer(tmp_path / "parts", model(), steps=3, save_steps=3, **settings)
     first.train()
     assert (tmp_path / "parts" / "_dp" / "start.safetensors").is_file()
-    second = trainer(tmp_path / "parts", model(), steps=5, save_steps=3, save_steps=3, **settings)
+    second = trainer(tmp_path / "parts", model(), steps=5, save_steps=3, **settings)
     second.train(resume_from_checkpoint=True)
     for (name, p), q in zip(through.model.named_parameters(), second.model.parameters(), strict=True):
         torch.testing.assert_close(p, q, msg=name)

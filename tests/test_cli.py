@@ -64,6 +64,8 @@ WRONG = [  # (arguments, the option that is named, what is allowed); what was go
     (["demo", "--steps", "none"], "--steps", "a whole number >= 1"),
     (["doctor", "model", "--batch", "0"], "--batch", "a whole number >= 1"),
     (["doctor", "model", "--length", "-3"], "--length", "a whole number >= 1"),
+    (["doctor", "model", "--task", "poetry"], "--task", "'sequence-classification'"),
+    (["doctor", "model", "--carriers", "r=0"], "--carriers", "a whole number >= 1"),
     (["card", "model", "--tuning-runs", "0"], "--tuning-runs", "a whole number >= 1"),
     (["card", "model", "--law", "uniform"], "--law", "'fixed', 'geometric', 'logarithmic'"),
     (["card", "nowhere"], "PATH", "a privacy.json"),

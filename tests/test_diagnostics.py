@@ -1,10 +1,13 @@
 """The papers' plots: ranks and residuals against an SVD, dimensions against what is drawn."""
 
+import json
+
 import cases
 import pytest
 import torch
 
 from hf_private.bookkeeping import trainable
+from hf_private.cli import main
 from hf_private.clipping import Clipping
 from hf_private.config import DPConfig
 from hf_private.diagnostics import (
@@ -102,3 +105,22 @@ def test_dimensions_are_those_that_get_noise(settings):
     assert row["noised"] == noise.drawn
     assert row["trainable"] == sum(p.numel() for p in trainable(model).values())
     assert row["start_bytes"] == sum(w.numel() * 8 for w in method.start.values())
+
+
+def test_the_doctor_shows_noise_by_method(tmp_path, capsys):
+    cases.FAMILIES["bert"]().config.save_pretrained(tmp_path)
+    command = ["doctor", str(tmp_path), "--batch", "2", "--length", "7", "--json", "--carriers"]
+    assert main([*command, "r=2,sparsity=0.5"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    layers = 2 * (4 * 32 + 2 * 40) + 32  # rows + columns of all targeted matrices
+    labels = 17 * cases.FAMILIES["bert"]().config.num_labels
+    assert report["dimensions"]["RGP r=2"]["noised"] == 2 * layers + labels
+    assert report["dimensions"]["LSG r=2 sparsity=0.5"]["noised"] == layers + labels
+    assert report["costs"]["LSG r=2 sparsity=0.5"]["flops"] < report["costs"]["BK"]["flops"]
+    assert main([*command, "r=2,source=history"]) == 0
+    with_start = json.loads(capsys.readouterr().out)
+    difference = with_start["costs"]["RGP r=2"]["peak_bytes"] - report["costs"]["LSG r=2 sparsity=0.5"]["peak_bytes"]
+    assert difference >= 0.9 * with_start["dimensions"]["RGP r=2"]["start_bytes"] > 0
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, "r=99"])
+    assert "`r` must be at most 16" in capsys.readouterr().err

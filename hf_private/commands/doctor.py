@@ -6,13 +6,14 @@ would be refused.
 
 example:
   hf-private doctor path/to/model --batch 8 --length 128
+  hf-private doctor path/to/model --carriers r=8,sparsity=0.3
 """
 
 import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from hf_private.commands.arguments import TASKS, UsageError, whole
+from hf_private.commands.arguments import TASKS, UsageError, key_values, probability, whole
 from hf_private.commands.output import print_json, print_table
 
 if TYPE_CHECKING:
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
     from hf_private.commands.coverage import Entry
     from hf_private.commands.dryrun import Cost
+    from hf_private.methods.carriers import Carriers
+
+    # coverage, costs by method, and with --carriers the trained and noised numbers by method
+    Examination = tuple[list[Entry], dict[str, Cost], dict[str, dict[str, int]]]
 
 NAME = "doctor"
 SMALL = 500_000_000  # parameters of a model that may be built for real, where tensors without data do not suffice
@@ -34,18 +39,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch", type=whole(1), default=8, help="records in a micro-batch (default: %(default)s)")
     parser.add_argument("--length", type=whole(1), default=128, help="tokens per record (default: %(default)s)")
+    parser.add_argument(
+        "--carriers",
+        metavar="r=8,...",
+        type=key_values(r=whole(1), sparsity=probability, source=str, sides=str),
+        help="also show low-rank carriers: r, sparsity, source, sides as in CarrierConfig",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    entries, costs = _examine(args)
+    entries, costs, dimensions = _examine(args)
     if args.json:
-        print_json(_report(args, entries, costs))
+        print_json(_report(args, entries, costs) | ({"dimensions": dimensions} if dimensions else {}))
     else:
         _show(args, entries, costs)
+        if dimensions:
+            _show_dimensions(dimensions)
     return 1 if any(entry.status == "refused" for entry in entries) else 0
 
 
-def _examine(args: argparse.Namespace) -> "tuple[list[Entry], dict[str, Cost]]":
+def _examine(args: argparse.Namespace) -> "Examination":
     """Coverage and costs, on tensors without data if the model allows it, otherwise on small real ones."""
     from hf_private.commands.models import builder
 
@@ -63,7 +76,7 @@ def _examine(args: argparse.Namespace) -> "tuple[list[Entry], dict[str, Cost]]":
 
 def _examine_on(
     build: "Callable[[str], nn.Module]", device: str, mask: bool, args: argparse.Namespace
-) -> "tuple[list[Entry], dict[str, Cost]]":
+) -> "Examination":
     from hf_private.bookkeeping import trainable
     from hf_private.commands import dryrun
     from hf_private.commands.coverage import coverage
@@ -80,7 +93,31 @@ def _examine_on(
         method = Full()
         method.attach(parameters)
         costs["BK"] = dryrun.measure(lambda: dryrun.private_step(model, lambda: losses(model, batch), method))
-    return entries, costs
+    dimensions = {}
+    if args.carriers is not None:
+        dimensions, method = _carriers(model, args.carriers)
+        cost = dryrun.measure(lambda: dryrun.private_step(model, lambda: losses(model, batch), method))
+        costs[list(dimensions)[-1]] = dryrun.Cost(cost.peak_bytes + method.start_bytes, cost.flops)
+    return entries, costs, dimensions
+
+
+def _carriers(model: "nn.Module", settings: dict) -> "tuple[dict[str, dict[str, int]], Carriers]":
+    """Trained and noised numbers by method, and the carriers themselves, ready for a step; freezes the rest."""
+    from hf_private.bookkeeping import trainable
+    from hf_private.diagnostics import dimensions_by_method
+    from hf_private.matching import freeze_rest
+    from hf_private.targets import CarrierConfig, carriers_of
+
+    try:
+        config = CarrierConfig(**settings)
+        dimensions = dimensions_by_method(model, config)
+        method, selection = carriers_of(config, model)
+    except ValueError as error:
+        raise UsageError(f"argument --carriers: {error}") from error
+    freeze_rest(model, selection.full | method.targets.keys())
+    method.attach(trainable(model))
+    method.begin_step(0)
+    return dimensions, method
 
 
 def _groups(entries: "list[Entry]") -> list[tuple[str, str, int, int, str]]:
@@ -128,6 +165,18 @@ def _show(args: argparse.Namespace, entries: "list[Entry]", costs: "dict[str, Co
     total = sum(entry.size for entry in entries)
     print(f"{trained:,} of {total:,} numbers can be trained privately. float32: weights {total * 4 / 2**20:,.0f} MiB,")
     print(f"AdamW's state {trained * 8 / 2**20:,.0f} MiB.")
+
+
+def _show_dimensions(dimensions: dict[str, dict[str, int]]) -> None:
+    full = dimensions["DP-SGD"]["noised"]
+    print_table(
+        "Noise by method",
+        ("method", "trained numbers", "noised numbers", "of DP-SGD"),
+        [
+            (name, f"{row['trainable']:,}", f"{row['noised']:,}", f"{row['noised'] / full:.4f}")
+            for name, row in dimensions.items()
+        ],
+    )
 
 
 def _report(args: argparse.Namespace, entries: "list[Entry]", costs: "dict[str, Cost]") -> dict:
