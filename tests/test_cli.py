@@ -65,7 +65,7 @@ WRONG = [  # (arguments, the option that is named, what is allowed); what was go
     (["doctor", "model", "--batch", "0"], "--batch", "a whole number >= 1"),
     (["doctor", "model", "--length", "-3"], "--length", "a whole number >= 1"),
     (["doctor", "model", "--task", "poetry"], "--task", "'sequence-classification'"),
-    (["doctor", "model", "--carriers", "r=0"], "--carriers", "a whole number >= 1"),
+    (["doctor", "model", "--carriers", "q=8"], "--carriers", "KEY=VALUE with a key of r, sparsity"),
     (["card", "model", "--tuning-runs", "0"], "--tuning-runs", "a whole number >= 1"),
     (["card", "model", "--law", "uniform"], "--law", "'fixed', 'geometric', 'logarithmic'"),
     (["card", "nowhere"], "PATH", "a privacy.json"),
