@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .layers import REMEDY, Tap, UncoveredError, refusal, sites
 from .methods.full import Full, Method
@@ -48,6 +49,7 @@ class BookKeeper:
         self._parameters = trainable(self.model)
         if not self._parameters:
             raise UncoveredError("The model has no trainable parameter: set `requires_grad` on what is to be trained.")
+        self.sharded = any(isinstance(p, DTensor) for p in self.model.parameters())
         names = {id(p): name for name, p in self._parameters.items()}
         self._grads = {name: p.grad for name, p in self._parameters.items()}
         for p in self._parameters.values():
@@ -123,10 +125,11 @@ class BookKeeper:
         reached = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         for p in self._parameters.values():
             p.grad = None
-        if self.batch_size > 1 and reached:
+        if reached and (self.batch_size > 1 or self.sharded):  # FSDP2 has added up what autograd found on all ranks
+            whose = "all ranks' records" if self.sharded else f"the {self.batch_size} records"
             raise UncoveredError(
                 f"{', '.join(f'`{name}`' for name in reached)}: used in a way that no rule covers, so the gradients of "
-                f"the {self.batch_size} records cannot be told apart. Remedy: {REMEDY}."
+                f"{whose} cannot be told apart. Remedy: {REMEDY}."
             )
         for name, grad in reached.items():  # in a batch of one, autograd's gradient is that record's
             self.observe(name, Dense(grad.unsqueeze(0)))

@@ -20,24 +20,23 @@ import torch
 from torch import Tensor, nn
 
 from .accounting import Event
-from .bookkeeping import BookKeeper, trainable
+from .bookkeeping import BookKeeper
 from .clipping import Clipping
 from .methods.full import Full, Method
 from .noise import NoiseSource, reseed_global
+from .ranks import Ranks
+from .shards import Shards, wide
 
 Batch = Mapping[str, Any]
 PerSampleLossFn = Callable[[nn.Module, Batch], Tensor]
-
-
-def _alone(sums: dict[str, Tensor]) -> None:
-    """The reduction of a single rank: nothing to add."""
 
 
 class Mechanism:
     """The Gaussian mechanism on Poisson samples: clip, sum, noise, divide; writes `.grad` and nothing else.
 
     `per_sample_loss(model, batch)` gives the losses (N,) of a micro-batch. `charge(event)` writes the step to the
-    ledger and raises if the budget does not allow it. `reduce(sums)` adds the blocks of all ranks in place.
+    ledger and raises if the budget does not allow it. `ranks` are those of torch's process group by default; a model
+    under FSDP2 also needs `dummy()`, a public micro-batch for ranks that have run out of records.
 
     Guarantee: the release of one step has L2 sensitivity `clipping.clip_norm` with respect to adding or removing one
     record of the sample (each part its own norm, for methods of several parts), and Gaussian noise of
@@ -56,15 +55,22 @@ class Mechanism:
         expected_batch_size: float,
         charge: Callable[[Event], None],
         method: Method | None = None,
-        reduce: Callable[[dict[str, Tensor]], None] = _alone,
+        ranks: Ranks | None = None,
+        dummy: Callable[[], Batch] | None = None,
         log_nonprivate: bool = False,
     ) -> None:
         self.model, self.per_sample_loss = model, per_sample_loss
         self.method = method or Full()
         self.clipping, self.noise, self.noise_multiplier = clipping, noise, noise_multiplier
         self.expected_batch_size = expected_batch_size
-        self.charge, self.reduce = charge, reduce
-        self.parameters = trainable(model)
+        self.charge, self.ranks = charge, ranks or Ranks()
+        self.shards = Shards(model, self.ranks, dummy)
+        self.parameters = self.shards.parameters
+        if self.shards.sharded and not self.method.takes_shards:
+            raise ValueError(
+                f"`method` must work on sharded weights under FSDP2, got {type(self.method).__name__}. Use DDP, or plain"
+                " book-keeping or carriers."
+            )
         self.method.attach(self.parameters)
         self.event = Event(sample_rate=sample_rate, releases=self.method.releases(noise_multiplier))
         self.steps = 0
@@ -72,20 +78,23 @@ class Mechanism:
 
     def step(self, micro_batches: Iterable[Batch]) -> None:
         """Run one logical step on this rank's share of a Poisson draw, and leave the private gradient in `.grad`."""
-        self.charge(self.event)
+        self.ranks.agree(self.charge, self.event)
+        self.ranks.begin_step(self.parameters)
         if not self.noise.reproducible:
             reseed_global()  # a dropout mask that can be replayed is a side channel
         self.method.begin_step(self.steps)
 
-        sums = self._clipped_sums(micro_batches)
-        self.reduce(sums)
+        if self.shards.sharded:  # every layer is a collective: a rank that fails must end, not say so in between
+            sums = self._clipped_sums(micro_batches)
+        else:
+            sums = self.ranks.agree(self._clipped_sums, micro_batches)
+        self.ranks.add_up({block: sums[block] for block in sums if block not in self.shards.rows})
         stds = self.method.stds(self.noise_multiplier, self.clipping.clip_norm)
-        self.noise.add_(self.steps, sums, stds)
+        self.noise.add_(self.steps, sums, stds, {b: x for b, x in self.shards.offsets().items() if b in sums})
         for block in sums.values():
             block.div_(self.expected_batch_size)
         for name, gradient in self.method.gradients(sums).items():
-            parameter = self.parameters[name]
-            parameter.grad = gradient.to(parameter.dtype)
+            self.parameters[name].grad = self.shards.gradient(name, gradient, whole=name not in sums)
         self.steps += 1
 
     def _clipped_sums(self, micro_batches: Iterable[Batch]) -> dict[str, Tensor]:
@@ -93,19 +102,19 @@ class Mechanism:
         sums: dict[str, Tensor] = {}
         if self.nonprivate is not None:
             self.nonprivate = {"loss_sum": 0.0, "batch_size": 0, "nonfinite_records": 0}
-        for batch in micro_batches:
+        for batch, counts in self.shards.micro_batches(micro_batches):
             with BookKeeper(self.model, self.method) as book:
                 losses = self.per_sample_loss(self.model, batch)
                 book.backward(losses)
-                if self.nonprivate is not None:
+                if self.nonprivate is not None and counts:
                     self._note_nonprivate(losses.detach(), book)
-                for block, value in self.method.clipped_sums(book.records(), self.clipping).items():
+                found = self.method.clipped_sums(book.records(), self.clipping) if counts else {}
+                for block, value in self.shards.scattered(found, self.method.blocks):
                     sums[block] = sums[block].add_(value) if block in sums else value
         some = next(iter(self.parameters.values()))
-        wide = torch.float64 if some.dtype == torch.float64 else torch.float32
         for block, shape in self.method.blocks.items():
             if block not in sums:
-                sums[block] = torch.zeros(shape, dtype=wide, device=some.device)
+                sums[block] = torch.zeros(self.shards.shape(block, shape), dtype=wide(some), device=some.device)
         return {block: sums[block] for block in self.method.blocks}  # the same order on every rank
 
     def _note_nonprivate(self, losses: Tensor, book: BookKeeper) -> None:

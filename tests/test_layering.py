@@ -14,9 +14,12 @@ ROOMS = {
     1: {"persample", "clipping", "noise", "sampling", "accounting"},
     2: {"ledger", "layers", "methods"},
     3: {"bookkeeping"},
-    4: {"mechanism", "selfcheck"},
-    5: {"config", "matching", "targets", "diagnostics", "losses", "synthetic", "checkpoint", "cards"},
-    6: {"callbacks"},
+    4: {"mechanism", "ranks", "selfcheck", "shards"},
+    5: {
+        *("config", "matching", "targets", "diagnostics", "losses", "synthetic", "checkpoint"),
+        *("cards", "composition", "curve", "record", "release", "schema", "snapshot", "verification"),
+    },
+    6: {"callbacks", "publishing"},
     7: {"trainer"},
     8: {"commands", "cli", "audit"},
 }

@@ -47,7 +47,7 @@ def _refuse(tap: Tap, error: Exception) -> UncoveredError:
 
 def run_with_copies(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> Any:
     """Run a module with its parameters expanded to (N, 1, ..., 1, *shape), so that they broadcast as before."""
-    if tap.batch_size == 1:
+    if tap.lone:
         return forward(*args, **kwargs)
     x = _first_tensor(args, kwargs)
     axes = 1 if x is None else x.dim()
@@ -76,7 +76,7 @@ def run_with_copies(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> A
 def run_each(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> Any:
     """Run a module under vmap, each record as a batch of one with its own copy of the parameters."""
     records = tap.batch_size
-    if records == 1:
+    if tap.lone:
         return forward(*args, **kwargs)
     mapped = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.dim() and x.shape[0] == records]
 
@@ -96,7 +96,7 @@ def run_each(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> Any:
 
 def relative_bias(tap: Tap, compute_bias: Callable, args: tuple, kwargs: dict) -> Tensor:
     """T5's bias table has no batch axis at all: give each record its own, (N, heads, query, key) instead of (1, ...)."""
-    if tap.batch_size == 1:
+    if tap.lone:
         return compute_bias(*args, **kwargs)
 
     def one(copy: dict[str, Tensor]) -> Tensor:

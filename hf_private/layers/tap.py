@@ -15,6 +15,7 @@ class Book(Protocol):
     grams: Grams
     leading: int
     expanded: set[str]
+    sharded: bool
 
     @property
     def batch_size(self) -> int: ...
@@ -42,6 +43,11 @@ class Tap:
     @property
     def batch_size(self) -> int:
         return self.book.batch_size
+
+    @property
+    def lone(self) -> bool:
+        """One record, whose gradient autograd may compute: not under FSDP2, where it would be that of all ranks."""
+        return self.batch_size == 1 and not self.book.sharded
 
     @property
     def leading(self) -> int:

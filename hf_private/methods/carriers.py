@@ -23,6 +23,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..persample import Dense, Outer, PerSample, Rows, widen
-from .full import Method
+from .full import Lazily, Method, like, unsharded
 
 SOURCES = ("weight", "history", "random")
 START = "start.safetensors"
@@ -200,6 +201,8 @@ class Carriers(Method):
     {'weight:L': torch.Size([2, 5]), 'weight:R': torch.Size([2, 6])}
     """
 
+    takes_shards = True
+
     def __init__(
         self,
         targets: Mapping[str, Target],
@@ -251,12 +254,13 @@ class Carriers(Method):
             return super().observe(name, value)
         return {f"{name}:{side}": part for side, part in self.carriers[name].project(value)}
 
-    def gradients(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        result = {name: block for name, block in sums.items() if name in self.parameters}
-        for name, carriers in self.carriers.items():
-            parts = {side: sums[f"{name}:{side}"] for side in "LRS" if f"{name}:{side}" in sums}
-            result[name] = carriers.reconstruct(parts).view(self.parameters[name].shape)
-        return result
+    def gradients(self, sums: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        full = {name: partial(sums.get, name) for name in sums if name in self.parameters}
+        return Lazily(full | {name: partial(self._reconstruct, name, sums) for name in self.carriers})
+
+    def _reconstruct(self, name: str, sums: Mapping[str, Tensor]) -> Tensor:
+        parts = {side: sums[f"{name}:{side}"] for side in "LRS" if f"{name}:{side}" in sums}
+        return self.carriers[name].reconstruct(parts).view(self.parameters[name].shape)
 
     # ---- public quantities: carriers and importance, from the weights
 
@@ -274,7 +278,7 @@ class Carriers(Method):
         for name, target in self.targets.items():
             if target.rank is None:
                 p = 1 - math.sqrt(1 - self._sparsity(step))
-                yield name, Submatrix(*important(self.parameters[name], p), self.parameters[name].shape)
+                yield name, Submatrix(*important(unsharded(self.parameters[name]), p), self.parameters[name].shape)
             else:
                 weight = self.parameters[name]
                 key = (target.rank, weight.shape[0], weight.shape[1:].numel(), weight.dtype, weight.device)
@@ -284,18 +288,22 @@ class Carriers(Method):
             starts = [self._gaussian(name, step, rank) for name in names]
             iterations = 0 if self.source == "random" else self.power_iterations
             for name, left, right in zip(names, *power_method(matrices, starts, iterations), strict=True):
-                keep = important(self.parameters[name], self.sparsity) if self._sparse else ()
+                keep = important(unsharded(self.parameters[name]), self.sparsity) if self._sparse else ()
                 yield name, LowRank(left, right, self.targets[name].sides, keep)
 
     def _matrix(self, name: str) -> Tensor:
         """The weight as (rows, columns), float32 or better."""
-        return widen(self.parameters[name].detach().flatten(1))
+        return widen(unsharded(self.parameters[name].detach()).flatten(1))
 
     def _reader(self, name: str, step: int) -> Callable[[], Tensor]:
         """What a weight's carriers are taken from; read when needed, as a difference is as large as the weight."""
-        weight, start = self.parameters[name], self.start.get(name)
-        moved = self.source == "history" and step >= self.warmup_steps and not torch.equal(weight, start)
-        return (lambda: self._matrix(name) - widen(start.flatten(1))) if moved else lambda: self._matrix(name)
+        if self.source != "history" or step < self.warmup_steps:
+            return lambda: self._matrix(name)
+
+        def moved() -> Tensor:
+            return self._matrix(name) - widen(unsharded(self.start[name]).flatten(1))
+
+        return moved if moved().any() else lambda: self._matrix(name)
 
     def _gaussian(self, name: str, step: int, rank: int) -> tuple[Tensor, Tensor]:
         """Starts (rows, r) and (r, columns), the same on every rank and in every run with this seed."""
@@ -324,10 +332,15 @@ class Carriers(Method):
             self.start = self._read_start(path)
             return
         self.start = {name: self.parameters[name].detach().clone().contiguous() for name in self.targets}
+        whole = {}
+        for name, start in self.start.items():
+            start = unsharded(start)  # all ranks take part
+            if writes:
+                whole[name] = start
         if writes:
             path.parent.mkdir(parents=True, exist_ok=True)
             unfinished = path.with_suffix(".tmp")
-            save_file(self.start, unfinished)
+            save_file(whole, unfinished)
             os.replace(unfinished, path)
 
     def _read_start(self, path: Path) -> dict[str, Tensor]:
@@ -340,4 +353,4 @@ class Carriers(Method):
         for name in self.targets:
             if name not in start or start[name].shape != self.parameters[name].shape:
                 raise ValueError(f"{str(path)!r} does not fit this model: `{name}` is missing or of another shape.")
-        return {name: start[name].to(self.parameters[name]) for name in self.targets}
+        return {name: like(start[name], self.parameters[name]) for name in self.targets}

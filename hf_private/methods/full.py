@@ -1,11 +1,13 @@
 """BK: every trainable parameter at full rank (Bu et al. 2022). Also the base that other methods change."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..persample import Dense, Outer, PerSample, weighted_sum
 
@@ -16,12 +18,43 @@ class Factors(Protocol):
     def factors(self, sq_norms: Mapping[str, Tensor], blocks: Mapping[str, torch.Size]) -> dict[str, Tensor]: ...
 
 
+class Lazily(Mapping[str, Tensor]):
+    """Tensors by name, each made when it is asked for and not kept: all of them together may be as large as the model."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._makers = makers
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._makers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+
+def unsharded(weight: Tensor) -> Tensor:
+    """The whole of a weight that FSDP2 has spread over the ranks (a collective); any other as it is."""
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def like(value: Tensor, weight: Tensor) -> Tensor:
+    """A whole tensor in the type, on the device and, under FSDP2, in the shards of a weight."""
+    if isinstance(weight, DTensor):
+        value = value.to(weight.device_mesh.device_type, weight.dtype)
+        return distribute_tensor(value, weight.device_mesh, weight.placements)
+    return value.to(weight)
+
+
 class Method:
     """A gradient method; this base releases every trainable parameter's clipped sum itself.
 
     A *block* is one released tensor. Here the blocks are the parameters, by name; a method that releases something
     else (low-rank factors, embeddings) changes `observe`, `blocks`, `gradients` and, if it must, the rest.
     """
+
+    takes_shards = False  # under FSDP2 `parameters` are DTensors, and so is what is summed for a block named as one
 
     def attach(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Take the trainable parameters, by their first name in the model."""
@@ -42,10 +75,10 @@ class Method:
             value = Dense(value.dense())
         return {name: value}
 
-    def clipped_sums(self, records: Mapping[str, PerSample], clipping: Factors) -> dict[str, Tensor]:
+    def clipped_sums(self, records: Mapping[str, PerSample], clipping: Factors) -> Mapping[str, Tensor]:
         """The sum over the batch of clipped per-sample gradients, by block; its sensitivity is the clip norm."""
         factors = clipping.factors({block: value.sq_norm() for block, value in records.items()}, self.blocks)
-        return {block: weighted_sum(value, factors[block]) for block, value in records.items()}
+        return Lazily({block: partial(weighted_sum, value, factors[block]) for block, value in records.items()})
 
     def stds(self, noise_multiplier: float, clip_norm: float) -> dict[str, float]:
         """Standard deviation of the noise on each block."""
@@ -56,10 +89,12 @@ class Method:
         """The noise multipliers of the Gaussian releases that one step makes on its sample."""
         return (noise_multiplier,)
 
-    def gradients(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gradients(self, sums: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The parameters' gradients, from the noised and averaged blocks (post-processing)."""
         return dict(sums)
 
 
 class Full(Method):
     """Plain DP-SGD by book-keeping: exact clipping of all trainable parameters in one backward pass."""
+
+    takes_shards = True
