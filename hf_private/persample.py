@@ -28,19 +28,50 @@ def per_record(c: Tensor, like: Tensor) -> Tensor:
     return c.to(like.dtype).view(-1, *[1] * (like.dim() - 1))
 
 
+class Gram:
+    """`x x^T` (N, T, T) of `x` (N, T, features), kept as strips of its upper half: the lower one is the same."""
+
+    STRIP = 64  # positions; narrower strips save more operations and run less well
+
+    def __init__(self, x: Tensor) -> None:
+        wide = widen(x)
+        columns = wide.transpose(1, 2)
+        starts = range(0, x.shape[1], self.STRIP)
+        self.strips = [torch.bmm(wide[:, t : t + self.STRIP], columns[:, :, t:]) for t in starts]
+
+    def diagonal(self) -> Tensor:
+        """|x_t|^2: (N, T)."""
+        return torch.cat([strip.diagonal(dim1=1, dim2=2) for strip in self.strips], 1)
+
+    def dot(self, other: "Gram") -> Tensor:
+        """Sum over all t, s of the products of both matrices: (N,)."""
+        total = 0
+        for mine, others in zip(self.strips, other.strips, strict=True):
+            # One dot product per record: no temporary as large as the strip.
+            strip = torch.bmm(mine.flatten(1).unsqueeze(1), others.flatten(1).unsqueeze(2)).view(-1)
+            width = mine.shape[1]
+            total = total + strip
+            if mine.shape[2] > width:  # beyond its diagonal block, a strip stands for its mirror image too
+                total = total + strip - (mine[:, :, :width] * others[:, :, :width]).sum((1, 2))
+        return total
+
+
 class Grams:
-    """Gram matrices `x x^T` (N, T, T) of layer inputs, computed once for layers that share an input (q, k, v)."""
+    """Gram matrices of layer inputs, computed once for layers that share an input (q, k, v; gate, up)."""
+
+    KEPT = 32  # more than a layer needs; all of them would cost memory for nothing
 
     def __init__(self) -> None:
-        self._known: dict[tuple, tuple[Tensor, Tensor]] = {}
+        self._known: dict[tuple, tuple[Tensor, Gram]] = {}
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Gram:
         key = (x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version)
-        if key not in self._known:
-            wide = widen(x)
-            # Holding x keeps its address from being given to another tensor while the entry lives.
-            self._known[key] = (x, torch.bmm(wide, wide.transpose(1, 2)))
-        return self._known[key][1]
+        # Holding x keeps its address from being given to another tensor while the entry lives.
+        entry = self._known.pop(key, None) or (x, Gram(x))
+        self._known[key] = entry
+        if len(self._known) > self.KEPT:
+            self._known.pop(next(iter(self._known)))
+        return entry[1]
 
     def clear(self) -> None:
         self._known.clear()
@@ -126,10 +157,8 @@ class Outer(PerSample):
         if self.left.shape[1] == 1:
             return widen(self.left).square().sum((1, 2)) * widen(self.right).square().sum((1, 2))
         left, right = self.grams(self.left), self.grams(self.right)
-        diagonal = left.diagonal(dim1=1, dim2=2) * right.diagonal(dim1=1, dim2=2)
-        bound = diagonal.clamp_min(0).sqrt().sum(1).square()
-        # A dot product of both Grams flattened, one per record: no (N, T, T) temporary.
-        exact = torch.bmm(left.flatten(1).unsqueeze(1), right.flatten(1).unsqueeze(2)).view(-1)
+        bound = (left.diagonal() * right.diagonal()).clamp_min(0).sqrt().sum(1).square()
+        exact = left.dot(right)
         return exact.clamp_min(0) + bound * (ROUNDING_UNITS * torch.finfo(exact.dtype).eps)
 
     def weighted_sum(self, c: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_private.persample import Dense, Grams, Outer, Rows, Tied, weighted_sum
+from hf_private.persample import Dense, Gram, Grams, Outer, Rows, Tied, weighted_sum
 
 ROWS, COLUMNS = 7, 5
 
@@ -77,8 +77,16 @@ def test_the_gram_form_never_rounds_a_cancelling_norm_down():
     exact = Outer(left.double(), right.double()).dense().flatten(1).square().sum(1)
     value = Outer(left, right)
     assert (value.sq_norm().double() >= exact).all()
-    unguarded = (value.grams(left) * value.grams(right)).sum((1, 2)).double()
+    unguarded = value.grams(left).dot(value.grams(right)).double()
     assert (unguarded < exact).any(), "the guard would not be needed"
+
+
+@pytest.mark.parametrize("positions", [63, 64, 65, 150])
+def test_a_gram_matrix_in_strips_is_the_whole_one(positions):
+    x, y = torch.randn(2, positions, 3).double(), torch.randn(2, positions, 4).double()
+    whole = ((x @ x.mT) * (y @ y.mT)).sum((1, 2))
+    torch.testing.assert_close(Gram(x).dot(Gram(y)), whole)
+    torch.testing.assert_close(Gram(x).diagonal(), x.square().sum(2))
 
 
 def test_half_precision_is_widened_before_norms_and_sums():

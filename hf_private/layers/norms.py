@@ -12,7 +12,7 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, anchor, x: Tensor, shape: list[int], weight, bias, eps: float, tap: Tap, names: tuple) -> Tensor:
         y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
-        ctx.tap, ctx.names, ctx.shape = tap, names, shape
+        ctx.tap, ctx.names, ctx.shape, ctx.eps = tap, names, shape, eps
         ctx.save_for_backward(x, mean, rstd, weight, bias)
         return y
 
@@ -23,8 +23,8 @@ class _LayerNorm(torch.autograd.Function):
         features = len(ctx.shape)
         rows = ctx.tap.rows(widen(dy).flatten(-features))
         if weight_name:
-            x_hat = (widen(x) - mean) * rstd
-            g = (rows * ctx.tap.rows(x_hat.flatten(-features))).sum(1)
+            x_hat = torch.native_layer_norm(widen(x), ctx.shape, None, None, ctx.eps)[0]
+            g = ctx.tap.rows(x_hat.flatten(-features)).mul_(rows).sum(1)
             ctx.tap.observe(weight_name, Dense(g.view(-1, *ctx.shape)))
         if bias_name:
             ctx.tap.observe(bias_name, Dense(rows.sum(1).view(-1, *ctx.shape)))
