@@ -5,6 +5,7 @@ and written again whenever they did.
 """
 
 import hashlib
+import math
 import os
 import re
 from importlib.resources import files
@@ -111,6 +112,7 @@ def render_section(record: dict[str, Any]) -> str:
         unit=who,
         not_covered=_bullets(record["scope"]["not_covered"]),
         caveats=_bullets(record["caveats"] or ["Nothing beyond the above."]),
+        odds=_best_guess(guarantee),
         curve=_curve_table(guarantee["curve"]),
         curve_note="" if k == 1 and not record["tuning"]["runs"] else ", of this run alone",
     )
@@ -118,7 +120,7 @@ def render_section(record: dict[str, Any]) -> str:
 
 def _table(record: dict[str, Any], who: str) -> list[tuple[str, str]]:
     mechanism, guarantee, data = record["mechanism"], record["guarantee"], record["dataset"]
-    n, tuning, ledger = data["num_records"], record["tuning"], record["ledger"]
+    n, tuning, ledger, random = data["num_records"], record["tuning"], record["ledger"], record["randomness"]
     phases = "; ".join(
         f"{phase['steps']} steps, noise multiplier {phase['noise_multiplier']:.6g},"
         f" sample rate {phase['sample_rate']:.6g}"
@@ -138,8 +140,14 @@ def _table(record: dict[str, Any], who: str) -> list[tuple[str, str]]:
         ("clipping", f"{mechanism['clipping']}, norm {mechanism['clip_norm']}"),
         ("batches", f"Poisson, {mechanism['expected_batch_size']} records expected; empty ones count"),
         ("optimizer", str(mechanism["optimizer"])),
-        ("accountants, one run", f"{bounds} (upper bounds); {record['accounting']['note'] or 'none failed'}"),
-        ("keys, noise", f"{record['randomness']['keys']}, {record['randomness']['noise']}"),
+        (
+            "accountants, one run" if record["private"] else "accountants, had it been private",
+            f"{bounds} (upper bounds); {record['accounting']['note'] or 'none failed'}",
+        ),
+        (
+            "randomness",
+            f"keys {random['keys']}, noise {'cryptographic' if random['cryptographic'] else 'not cryptographic'}",
+        ),
         ("training data", f"{_code(data['name'])}, {n} records"),
         ("base model", _code(record["scope"]["base_model"])),
         ("runs tried before", tried),
@@ -148,6 +156,12 @@ def _table(record: dict[str, Any], who: str) -> list[tuple[str, str]]:
         ("made with", versions),
     ]
     return [(name, " ".join(text.replace("|", "/").split())) for name, text in rows]
+
+
+def _best_guess(guarantee: dict[str, Any]) -> str:
+    """How often the best test of membership is right: (e^epsilon + delta) / (e^epsilon + 1), in percent, rounded up."""
+    inverse = math.exp(-float(guarantee["epsilon"]))
+    return f"{math.ceil(10000 * (1 + inverse * guarantee['delta']) / (1 + inverse)) / 100:g}"
 
 
 def _curve_table(points: list[dict[str, float]]) -> str:

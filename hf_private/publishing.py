@@ -17,6 +17,13 @@ from .cards import write_card
 from .release import publish, stage
 
 
+class UnsavedToken(str):
+    """A token that reads as usual and pickles as None: training_args.bin is saved with every model."""
+
+    def __reduce__(self) -> tuple[Any, tuple]:
+        return type(None), ()
+
+
 class PublishingTrainer(Trainer):
     """Trainer whose saved and pushed models carry a card that anyone can check."""
 

@@ -64,6 +64,8 @@ def build_record(facts: dict[str, Any], weights: dict[str, str]) -> dict[str, An
     delta, unit = settings["target_delta"], settings["records_per_unit"]
     report = epsilon(events, delta)
     spent = _spent(events, delta, unit, report.epsilon, facts["tuning"])
+    if not reasons and math.isinf(spent):
+        reasons = ["no accountant gives a finite epsilon"]
     claimed = math.inf if reasons else round_up(spent)
     record = {
         "schema_version": SCHEMA_VERSION,

@@ -125,6 +125,20 @@ def test_gep_is_charged_for_both_parts_on_one_sample() -> None:
     assert naive["guarantee"]["epsilon"] > 1.3 * one["guarantee"]["epsilon"]
 
 
+@pytest.mark.parametrize(("epsilon", "percent"), [(0.0, "50.01"), (1.0, "73.11"), (3.3, "96.45"), (8.0, "99.97")])
+def test_plain_words_give_the_best_guess(epsilon: float, percent: str) -> None:
+    built = build_record(facts(), {})
+    built["guarantee"] |= {"epsilon": epsilon, "delta": 1e-9}
+    assert f"right at most {percent} % of the time" in render_section(built)
+
+
+def test_no_finite_epsilon_is_not_private() -> None:
+    """A charge that nobody can compute is no claim: a random number of runs, for people with several records."""
+    built = build_record(facts(records_per_unit=2) | {"tuning": {"runs": 5, "law": "geometric"}}, {})
+    assert built["not_private_because"] == ["no accountant gives a finite epsilon"]
+    assert built["private"] is False and built["guarantee"]["epsilon"] == "inf"
+
+
 def test_a_saved_model_without_a_step_claims_nothing() -> None:
     built = build_record({**facts(), "ledger": {"events": [], "head": None, "length": 0}, "runs": []}, {})
     assert built["not_private_because"] == ["no private step is recorded"]

@@ -1,5 +1,6 @@
 """The real Trainer and the real huggingface_hub client against a Hub on the loopback interface."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 import yaml
 from hub_stub import Commit, HubStub
+from transformers import Trainer
 
+from hf_private.publishing import PublishingTrainer
 from hf_private.release import reason_to_stay
 
 TOKEN = "hf_" + "t" * 34
@@ -48,6 +51,22 @@ def pushed(request: pytest.FixtureRequest, runs: tuple) -> tuple[list[Commit], d
     hub, results = runs
     commits = [commit for commit in hub.commits if commit.repo == f"someone/{request.param}"]
     return commits, results[request.param], request.param
+
+
+@pytest.mark.parametrize("name", ["push_to_hub", "_push_from_checkpoint", "_save"])
+def test_overrides_keep_trainers_signatures(name: str) -> None:
+    theirs, ours = (inspect.signature(getattr(cls, name)).parameters for cls in (Trainer, PublishingTrainer))
+    assert [(p.name, p.kind, p.default) for p in ours.values()] == [
+        (p.name, p.kind, p.default) for p in theirs.values()
+    ]
+
+
+def test_trainer_pushes_nowhere_else() -> None:
+    """Where Trainer uploads: both places are overridden."""
+    functions = {name: value for name, value in vars(Trainer).items() if inspect.isfunction(value)}
+    uploading = {name for name, value in functions.items() if "upload_folder(" in inspect.getsource(value)}
+    assert uploading == {"push_to_hub", "_push_from_checkpoint"}
+    assert all(name in vars(PublishingTrainer) for name in uploading)
 
 
 def test_what_arrives_can_be_verified(pushed) -> None:
