@@ -9,7 +9,6 @@ from transformers.utils import logging
 
 from .checkpoint import NOT_PRIVATE, Spending
 
-
 logger = logging.get_logger(__name__)
 
 
@@ -33,7 +32,7 @@ class PrivacyCallback(TrainerCallback):
 
     def epsilon(self, exact: bool = False) -> float:
         """Epsilon spent so far: a quick upper bound, or the accountant's value."""
-        return self.spending.report().epsilon if exact else self.spending.quick_epsilon()
+        return self.spending.epsilon() if exact else self.spending.quick_epsilon()
 
     def on_log(
         self,

@@ -15,12 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers.utils import cached_file, logging
 
 from . import accounting
+from .accountants import SECOND_OPINIONS
 from .accounting import BudgetExceeded, EpsilonReport, Event
 from .ledger import LedgerError, PrivacyLedger
-
 
 logger = logging.get_logger(__name__)
 
@@ -37,7 +38,8 @@ def _check_checkpoint(checkpoint: Path, ledger: Path) -> None:
     """Refuse to resume where it would not be known what was spent."""
     if not is_complete(checkpoint):
         raise ValueError(
-            f"`resume_from_checkpoint` = {str(checkpoint)!r} is no complete checkpoint. Use True for the newest complete one."
+            f"`resume_from_checkpoint` must be a complete checkpoint, got {str(checkpoint)!r}. Use True for the newest"
+            " complete one."
         )
     if not (checkpoint / LEDGER).is_file():
         raise LedgerError(
@@ -46,8 +48,8 @@ def _check_checkpoint(checkpoint: Path, ledger: Path) -> None:
         )
     if not ledger.is_file():
         raise LedgerError(
-            f"there is no ledger at {ledger}, so it is not known which steps ran after {checkpoint}. Put it back; if none"
-            f" ran after it, copy {checkpoint / LEDGER} there."
+            f"there is no ledger at {ledger}, so it is not known which steps ran after {checkpoint}. Put it back; if"
+            f" none ran after it, copy {checkpoint / LEDGER} there."
         )
 
 
@@ -70,17 +72,18 @@ def last_checkpoint(output_dir: str | Path) -> str:
             return str(path)
         logger.warning(f"{path} is incomplete: the run was interrupted while it was written. It is passed over.")
     raise ValueError(
-        f"`resume_from_checkpoint` found no complete checkpoint in {str(output_dir)!r}. Start with train() instead: what"
-        " was spent so far stays charged."
+        f"`resume_from_checkpoint` found no complete checkpoint in {str(output_dir)!r}. Start with train() instead:"
+        " what was spent so far stays charged."
     )
-
 
 
 # ---- the base model's past
 
 
-def base_record(name_or_path: str | None, commit: str | None = None) -> dict[str, Any] | None:
+def base_record(model: nn.Module) -> dict[str, Any] | None:
     """The privacy.json of the model that is being fine-tuned, from its folder or from the Hub; None if it has none."""
+    config = getattr(model, "config", None)
+    name_or_path, commit = getattr(config, "_name_or_path", None), getattr(config, "_commit_hash", None)
     if not name_or_path:
         return None
     path: str | Path | None = Path(name_or_path, RECORD)
@@ -102,8 +105,8 @@ def base_record(name_or_path: str | None, commit: str | None = None) -> dict[str
         [Event.from_dict(event) for event in record["ledger"]["events"]]
     except (ValueError, KeyError, TypeError) as error:
         raise LedgerError(
-            f"{str(path)!r} cannot be read ({error!r}), so it is not known what the base model has cost. Repair the file,"
-            " or set `disjoint_data=True` if the base model never saw your records."
+            f"{str(path)!r} cannot be read ({error!r}), so it is not known what the base model has cost. Repair the"
+            " file, or set `disjoint_data=True` if the base model never saw your records."
         ) from error
     return record
 
@@ -147,7 +150,7 @@ class Spending:
         With a checkpoint, its copy of the ledger and the folder's are settled: the longer history holds, so that steps
         which ran after the checkpoint and were lost stay charged.
         """
-        if checkpoint is not None:
+        if checkpoint is not None and self.writes:
             _check_checkpoint(Path(checkpoint), self.folder / LEDGER)
         self._resumes, self.steps_left, self._permitted = checkpoint is not None, None, None
         if not self.writes:
@@ -213,12 +216,12 @@ class Spending:
                 noise_multiplier = self._calibrate(sample_rate, steps)
                 if kept:
                     logger.warning(
-                        f"The remaining {steps} steps do not fit the budget with noise multiplier {kept}: it is raised to"
-                        f" {noise_multiplier} for them."
+                        f"The remaining {steps} steps do not fit the budget with noise multiplier {kept}: it is"
+                        f" raised to {noise_multiplier} for them."
                     )
         self._permitted = Event(sample_rate, releases(noise_multiplier))
         self.steps_left = None if self.target_epsilon is None else steps
-        if self.steps_left and not self.fits(replace(self._permitted, steps=steps)):
+        if self.writes and self.steps_left and not self.fits(replace(self._permitted, steps=steps)):
             raise BudgetExceeded(f"{steps} steps with noise multiplier {noise_multiplier} do not fit the budget.")
         return noise_multiplier
 
@@ -230,9 +233,9 @@ class Spending:
         noise_multiplier = needed(self.events)
         if self.events and noise_multiplier > USELESS * needed(()):
             raise BudgetExceeded(
-                f"Epsilon {self.report().epsilon:.4g} of `target_epsilon` {self.target_epsilon:g} is spent: {steps} more"
-                f" steps would need the noise multiplier {noise_multiplier:g}, which drowns all they could learn. Keep the"
-                " last checkpoint, or raise `target_epsilon`."
+                f"Epsilon {self.epsilon():.4g} of `target_epsilon` {self.target_epsilon:g} is spent: {steps} more"
+                f" steps would need the noise multiplier {noise_multiplier:g}, which drowns all they could learn. Keep"
+                " the last checkpoint, or raise `target_epsilon`."
             )
         return noise_multiplier
 
@@ -240,11 +243,11 @@ class Spending:
         """Record the settings of the run that `plan` has fixed."""
         if self.writes:
             self._ledger.record("run", settings)
-        self._phase = len(self.runs)
+            self._phase = len(self.runs)
 
-    def inherit(self, base: dict[str, Any] | None, disjoint: bool) -> None:
-        """Continue the spending of the base model, unless this ledger has it already or its data is disjoint."""
-        if base is None or disjoint or not self.writes:
+    def inherit(self, base: dict[str, Any] | None) -> None:
+        """Continue the spending of the base model, unless this ledger has it already."""
+        if base is None or not self.writes:
             return
         past = base["ledger"]
         if self._ledger.contains(past["length"], past["head"]):
@@ -278,21 +281,27 @@ class Spending:
         """Whether the budget permits `event` after all that was charged."""
         if self.target_epsilon is None:
             return True
-        return self._epsilon((*self.events, event)).epsilon <= self.target_epsilon
+        budget = self.target_epsilon, self.target_delta, event, self.events, self.accountant
+        return accounting.steps_within(*budget, at_most=1, records_per_unit=self.records_per_unit) == 1
 
     def report(self) -> EpsilonReport:
-        """What all charged steps cost, by the accountants."""
-        report = self._epsilon(self.events)
+        """What all charged steps cost, by all accountants."""
+        report = accounting.epsilon(self.events, self.target_delta, self.accountant)
         if self.reproducible:
             report = replace(report, epsilon=math.inf, note="a fixed key was used, which undoes the noise")
+        elif self.records_per_unit > 1:
+            note = f"epsilon is for a person with {self.records_per_unit} records, the bounds are for one"
+            report = replace(report, epsilon=self.epsilon(), note=note)
         return replace(report, note=f"{NOT_PRIVATE}: {report.note}") if math.isinf(report.epsilon) else report
 
-    def _epsilon(self, events: Sequence[Event]) -> EpsilonReport:
-        report = accounting.epsilon(events, self.target_delta, self.accountant)
-        if self.records_per_unit == 1:
-            return report
-        value = accounting.group_epsilon(events, self.target_delta, self.records_per_unit)
-        return replace(report, epsilon=value, note=f"epsilon is for a person with {self.records_per_unit} records")
+    def epsilon(self) -> float:
+        """What all charged steps cost, by the accountant that enforces the budget."""
+        if self.reproducible:
+            return math.inf
+        if self.records_per_unit > 1:
+            return accounting.group_epsilon(self.events, self.target_delta, self.records_per_unit)
+        voices = (self.accountant, *SECOND_OPINIONS.get(self.accountant, ()))
+        return max(accounting.epsilon_of(self.events, self.target_delta, voice) for voice in voices)
 
     def quick_epsilon(self) -> float:
         """A cheap upper bound on what all charged steps cost, for logs."""
@@ -314,6 +323,9 @@ class Spending:
                 "events": [event.to_dict() for event in self.events],
                 "head": ledger.head if ledger else None,
                 "length": ledger.length if ledger else 0,
+                "continues": [past["source"] for past in ledger.records if past["kind"] == "continues"]
+                if ledger
+                else [],
             },
             "runs": self.runs,
         }

@@ -21,7 +21,6 @@ from transformers import (
 from hf_private.config import DPConfig
 from hf_private.trainer import DPTrainer
 
-
 RECORDS = 40
 VOCABULARY = 60
 
