@@ -138,6 +138,12 @@ class BookKeeper:
         """The book: per-sample gradients by block (by parameter name, unless a method changes that)."""
         return self._records
 
+    def take(self) -> dict[str, PerSample]:
+        """Hand the book over: what its reader has done with is freed at once, not at the end of the block."""
+        records, self._records = self._records, {}
+        self.grams.clear()
+        return records
+
     def norms(self) -> Tensor:
         """L2 norm (N,) of each record's gradient over all trainable parameters."""
         if not self._records:

@@ -108,7 +108,7 @@ class Mechanism:
                 book.backward(losses)
                 if self.nonprivate is not None and counts:
                     self._note_nonprivate(losses.detach(), book)
-                found = self.method.clipped_sums(book.records(), self.clipping) if counts else {}
+                found = self.method.clipped_sums(book.take(), self.clipping) if counts else {}
                 for block, value in self.shards.scattered(found, self.method.blocks):
                     sums[block] = sums[block].add_(value) if block in sums else value
         some = next(iter(self.parameters.values()))

@@ -116,7 +116,7 @@ def private(model: nn.Module, batch: dict, carriers: CarrierConfig | None = None
     def step() -> None:
         with BookKeeper(model, method) as book:
             book.backward(loss(model, batch))
-            method.clipped_sums(book.records(), clipping)
+            dict(method.clipped_sums(book.take(), clipping))
 
     return step
 

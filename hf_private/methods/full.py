@@ -19,16 +19,20 @@ class Factors(Protocol):
 
 
 class Lazily(Mapping[str, Tensor]):
-    """Tensors by name, each made when it is asked for and not kept: all of them together may be as large as the model."""
+    """Tensors by name, each made once, when it is asked for, and then forgotten with all that it was made from: the
+    tensors together may be as large as the model, and the book larger."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Tensor]]) -> None:
-        self._makers = makers
+        self._makers = dict(makers)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._makers[name]()
+        return self._makers.pop(name)()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._makers
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._makers)
+        return iter(list(self._makers))
 
     def __len__(self) -> int:
         return len(self._makers)
