@@ -159,7 +159,7 @@ def _table(record: dict[str, Any], who: str) -> list[tuple[str, str]]:
 
 
 def _best_guess(guarantee: dict[str, Any]) -> str:
-    """How often the best test of membership is right: (e^epsilon + delta) / (e^epsilon + 1), in percent, rounded up."""
+    """How often the best test of membership is right, in percent: (e^eps + delta) / (e^eps + 1), rounded up."""
     inverse = math.exp(-float(guarantee["epsilon"]))
     return f"{math.ceil(10000 * (1 + inverse * guarantee['delta']) / (1 + inverse)) / 100:g}"
 

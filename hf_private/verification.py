@@ -25,7 +25,11 @@ from .snapshot import Snapshot, take
 
 SCOPE = "This shows that the claim follows from the record, not that the record is what ran."
 TOLERANCE = 1e-3  # of an accountant's number, between machines
-CLAIM = re.compile(r"(?:epsilon|ε)\W{0,6}?(?:of |is )?(\d+(?:\.\d+)?(?:e-?\d+)?)", re.IGNORECASE)
+NUMBER = r"(\d+(?:\.\d+)?(?:e-?\d+)?)"
+CLAIM = re.compile(
+    rf"(?:epsilon|ε)\W{{0,6}}?(?:of |is )?{NUMBER}|\({NUMBER},\s*[\d.e-]+\)\W?(?:DP|diff)", re.IGNORECASE
+)
+OF_THE_RUN = ("clip_norm", "clipping", "noise", "carriers", "anchors", "log_nonprivate")
 
 HOLDS, WRONG, UNKNOWN, WARNING = "holds", "wrong", "cannot tell", "warning"
 CODES = {HOLDS: 0, WRONG: 1, UNKNOWN: 2}
@@ -143,6 +147,12 @@ def _curve(record: dict[str, Any]) -> Found:
 def check_consistency(record: dict[str, Any], snapshot: Snapshot) -> Found:
     """The facts of one run against each other."""
     n, runs = record["dataset"]["num_records"], record["runs"]
+    if record["private"] and not runs:
+        yield WRONG, "`runs` is empty: it is not recorded who took the steps"
+    for name in OF_THE_RUN:
+        if runs and name in runs[-1] and runs[-1][name] != record["settings"].get(name):
+            got, ran = record["settings"].get(name), runs[-1][name]
+            yield WRONG, f"`settings.{name}` is {got!r}, the last run's is {ran!r}"
     for index, run in enumerate(runs):
         records, size, rate = run.get("num_records", n), run.get("expected_batch_size"), run.get("sample_rate")
         if records and size and rate and not math.isclose(size / records, rate, rel_tol=1e-9):
@@ -175,7 +185,7 @@ def check_card(record: dict[str, Any], snapshot: Snapshot) -> Found:
     yield from _metadata(record, card.data, snapshot.texts[RECORD])
     claimed = float(record["guarantee"]["epsilon"])
     for line in rest.split("\n"):
-        for value in CLAIM.findall(line):
+        for value in filter(None, sum(CLAIM.findall(line), ())):
             if "betas" not in line and float(value) < claimed:  # Adam has an epsilon of its own
                 yield WRONG, f"{CARD} claims epsilon {value} outside of its privacy section: {line.strip()[:80]!r}"
     if snapshot.texts[CURVE_FILE] != render_curve(record) and record["versions"]["hf_private"] == __version__:
