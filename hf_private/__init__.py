@@ -2,28 +2,53 @@
 
 Public names are loaded when they are first used, so that `import hf_private` and the command line stay quick:
 
->>> import hf_private
->>> sorted(hf_private.__all__) == sorted(set(hf_private.__all__))
-True
+>>> from hf_private import DPConfig
+>>> DPConfig(target_epsilon=8.0).target_delta
+1e-05
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    pass
+    from .accounting import calibrate
+    from .bookkeeping import BookKeeper
+    from .callbacks import PrivacyCallback
+    from .config import DPConfig
+    from .ledger import PrivacyLedger
+    from .targets import CarrierConfig
+    from .trainer import DPTrainer
+    from .verification import verify
 
 __version__ = "0.1.0"
 
-_HOME = {}  # public name -> module that holds it
+__all__ = [
+    "BookKeeper",
+    "CarrierConfig",
+    "DPConfig",
+    "DPTrainer",
+    "PrivacyCallback",
+    "PrivacyLedger",
+    "calibrate",
+    "verify",
+]
 
-__all__ = [*_HOME]
+_ROOMS = {
+    "BookKeeper": "bookkeeping",
+    "CarrierConfig": "targets",
+    "DPConfig": "config",
+    "DPTrainer": "trainer",
+    "PrivacyCallback": "callbacks",
+    "PrivacyLedger": "ledger",
+    "calibrate": "accounting",
+    "verify": "verification",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _ROOMS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    value = getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)
     globals()[name] = value
     return value
 

@@ -17,7 +17,7 @@ ROOMS = {
     4: {"mechanism", "ranks", "selfcheck", "shards"},
     5: {
         *("config", "matching", "targets", "diagnostics", "losses", "synthetic", "checkpoint"),
-        *("cards", "composition", "curve", "record", "release", "schema", "snapshot", "verification"),
+        *("guards", "cards", "composition", "curve", "record", "release", "schema", "snapshot", "verification"),
     },
     6: {"callbacks", "publishing"},
     7: {"trainer"},

@@ -46,6 +46,11 @@ def probability(text: str) -> float:
     return _number(text, "a number between 0 and 1", lambda value: 0 < value < 1)
 
 
+def fraction(text: str) -> float:
+    """A number of at least 0 and below 1."""
+    return _number(text, "a number >= 0 and < 1", lambda value: 0 <= value < 1)
+
+
 def whole(lower: int) -> Callable[[str], int]:
     """Whole numbers of at least `lower`; `1e6` and `67_349` are understood."""
 

@@ -64,6 +64,15 @@ def coverage(model: nn.Module, loss: Callable[[], Tensor]) -> list[Entry]:
     return [entry(name, p) for name, p in parameters.items()]
 
 
+def without(model: nn.Module, entries: list[Entry]) -> nn.Module:
+    """The model with everything frozen that `entries` call refused, so that the rest can be trained."""
+    _refused_kinds(model)
+    refused = {entry.name for entry in entries if entry.status == "refused"}
+    for name, p in model.named_parameters():
+        p.requires_grad_(p.requires_grad and name not in refused)
+    return model
+
+
 def _rule(site: Site) -> str:
     """The nearest torch class of a module, or how its parameters are told apart otherwise."""
     kinds = [kind.__name__.strip("_") for kind in type(site.module).__mro__ if kind.__module__.startswith("torch.nn")]

@@ -13,7 +13,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from hf_private.commands.arguments import TASKS, UsageError, key_values, probability, whole
+from hf_private.commands.arguments import TASKS, UsageError, fraction, key_values, whole
 from hf_private.commands.output import print_json, print_table
 
 if TYPE_CHECKING:
@@ -22,11 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hf_private.commands.coverage import Entry
-    from hf_private.commands.dryrun import Cost
-    from hf_private.methods.carriers import Carriers
-
-    # coverage, costs by method, and with --carriers the trained and noised numbers by method
-    Examination = tuple[list[Entry], dict[str, Cost], dict[str, dict[str, int]]]
+    from hf_private.commands.variants import Row
 
 NAME = "doctor"
 SMALL = 500_000_000  # parameters of a model that may be built for real, where tensors without data do not suffice
@@ -42,23 +38,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--carriers",
         metavar="r=8,...",
-        type=key_values(r=whole(1), sparsity=probability, source=str, sides=str),
-        help="also show low-rank carriers: r, sparsity, source, sides as in CarrierConfig",
+        type=key_values(r=whole(1), sparsity=fraction, source=str, sides=str),
+        default={},
+        help="low-rank carriers: r, sparsity, source, sides as in CarrierConfig (default: r=8,sparsity=0.3)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    entries, costs, dimensions = _examine(args)
+    entries, rows = _examine(args)
     if args.json:
-        print_json(_report(args, entries, costs) | ({"dimensions": dimensions} if dimensions else {}))
+        print_json(_report(args, entries, rows))
     else:
-        _show(args, entries, costs)
-        if dimensions:
-            _show_dimensions(dimensions)
+        _show(args, entries, rows)
     return 1 if any(entry.status == "refused" for entry in entries) else 0
 
 
-def _examine(args: argparse.Namespace) -> "Examination":
+def _examine(args: argparse.Namespace) -> "tuple[list[Entry], list[Row]]":
     """Coverage and costs, on tensors without data if the model allows it, otherwise on small real ones."""
     from hf_private.commands.models import builder
 
@@ -68,56 +63,28 @@ def _examine(args: argparse.Namespace) -> "Examination":
         attempts.append(("cpu", True))
     for device, mask in attempts:
         try:
-            return _examine_on(build, device, mask, args)
+            return _examine_on(lambda device=device: build(device).train(), device, mask, args)
+        except ValueError as error:  # the library's own refusals: a rank above the matrices' size, an unknown source
+            raise UsageError(f"argument --carriers: {error}" if args.carriers else str(error)) from error
         except (NotImplementedError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
     raise UsageError(f"argument MODEL: {args.model} looks at its input's values and is too large to be run: {reason}")
 
 
 def _examine_on(
-    build: "Callable[[str], nn.Module]", device: str, mask: bool, args: argparse.Namespace
-) -> "Examination":
-    from hf_private.bookkeeping import trainable
-    from hf_private.commands import dryrun
-    from hf_private.commands.coverage import coverage
+    build: "Callable[[], nn.Module]", device: str, mask: bool, args: argparse.Namespace
+) -> "tuple[list[Entry], list[Row]]":
+    from hf_private.commands.coverage import coverage, without
     from hf_private.commands.models import inputs, losses
-    from hf_private.methods import Full
+    from hf_private.commands.variants import compare
 
-    model = build(device).train()
+    model = build()
     few = inputs(model, 2, min(args.length, 7), device, mask)
     entries = coverage(model, lambda: losses(model, few))
+    if all(entry.status != "covered" for entry in entries):
+        return entries, []
     batch = inputs(model, args.batch, args.length, device, mask)
-    costs = {}
-    if parameters := trainable(model):
-        costs["plain training"] = dryrun.measure(lambda: dryrun.plain_step(model, lambda: losses(model, batch)))
-        method = Full()
-        method.attach(parameters)
-        costs["BK"] = dryrun.measure(lambda: dryrun.private_step(model, lambda: losses(model, batch), method))
-    dimensions = {}
-    if args.carriers is not None:
-        dimensions, method = _carriers(model, args.carriers)
-        cost = dryrun.measure(lambda: dryrun.private_step(model, lambda: losses(model, batch), method))
-        costs[list(dimensions)[-1]] = dryrun.Cost(cost.peak_bytes + method.start_bytes, cost.flops)
-    return entries, costs, dimensions
-
-
-def _carriers(model: "nn.Module", settings: dict) -> "tuple[dict[str, dict[str, int]], Carriers]":
-    """Trained and noised numbers by method, and the carriers themselves, ready for a step; freezes the rest."""
-    from hf_private.bookkeeping import trainable
-    from hf_private.diagnostics import dimensions_by_method
-    from hf_private.matching import freeze_rest
-    from hf_private.targets import CarrierConfig, carriers_of
-
-    try:
-        config = CarrierConfig(**settings)
-        dimensions = dimensions_by_method(model, config)
-        method, selection = carriers_of(config, model)
-    except ValueError as error:
-        raise UsageError(f"argument --carriers: {error}") from error
-    freeze_rest(model, selection.full | method.targets.keys())
-    method.attach(trainable(model))
-    method.begin_step(0)
-    return dimensions, method
+    return entries, compare(lambda: without(build(), entries), lambda model: losses(model, batch), args.carriers)
 
 
 def _groups(entries: "list[Entry]") -> list[tuple[str, str, int, int, str]]:
@@ -131,7 +98,7 @@ def _groups(entries: "list[Entry]") -> list[tuple[str, str, int, int, str]]:
     ]
 
 
-def _show(args: argparse.Namespace, entries: "list[Entry]", costs: "dict[str, Cost]") -> None:
+def _show(args: argparse.Namespace, entries: "list[Entry]", rows: "list[Row]") -> None:
     groups = _groups(entries)
     print_table(
         f"Parameters of {args.model}",
@@ -146,19 +113,20 @@ def _show(args: argparse.Namespace, entries: "list[Entry]", costs: "dict[str, Co
             print(
                 f"refused: {name}" + (f" and {count - 1} more" if count > 1 else "") + f"\n  {note}", file=sys.stderr
             )
-    plain = costs.get("plain training")
     print_table(
-        f"A micro-batch of {args.batch} records and {args.length} tokens, beside the weights",
-        ("method", "peak memory", "of plain", "operations", "of plain"),
+        f"A micro-batch of {args.batch} records of {args.length} tokens, beside the weights",
+        ("method", "trained", "noised", "peak memory", "of plain", "operations", "of plain"),
         [
             (
-                name,
-                f"{cost.peak_bytes / 2**20:,.0f} MiB",
-                f"{cost.peak_bytes / plain.peak_bytes:.2f}",
-                f"{cost.flops / 1e9:,.1f} GFLOP",
-                f"{cost.flops / plain.flops:.2f}",
+                row.method,
+                f"{row.trained:,}",
+                f"{row.noised:,}",
+                f"{row.peak_bytes / 2**20:,.0f} MiB",
+                f"{row.peak_bytes / rows[0].peak_bytes:.2f}",
+                f"{row.flops / 1e9:,.1f} GFLOP",
+                f"{row.flops / rows[0].flops:.2f}",
             )
-            for name, cost in costs.items()
+            for row in rows
         ],
     )
     trained = sum(entry.size for entry in entries if entry.status == "covered")
@@ -167,24 +135,12 @@ def _show(args: argparse.Namespace, entries: "list[Entry]", costs: "dict[str, Co
     print(f"AdamW's state {trained * 8 / 2**20:,.0f} MiB.")
 
 
-def _show_dimensions(dimensions: dict[str, dict[str, int]]) -> None:
-    full = dimensions["DP-SGD"]["noised"]
-    print_table(
-        "Noise by method",
-        ("method", "trained numbers", "noised numbers", "of DP-SGD"),
-        [
-            (name, f"{row['trainable']:,}", f"{row['noised']:,}", f"{row['noised'] / full:.4f}")
-            for name, row in dimensions.items()
-        ],
-    )
-
-
-def _report(args: argparse.Namespace, entries: "list[Entry]", costs: "dict[str, Cost]") -> dict:
+def _report(args: argparse.Namespace, entries: "list[Entry]", rows: "list[Row]") -> dict:
     count = {status: sum(e.size for e in entries if e.status == status) for status in ("covered", "frozen", "refused")}
     return {
         "model": args.model,
         "numbers": count,
         "parameters": [vars(entry) for entry in entries],
         "micro_batch": {"records": args.batch, "length": args.length},
-        "costs": {name: {"peak_bytes": cost.peak_bytes, "flops": cost.flops} for name, cost in costs.items()},
+        "methods": {row.method: {k: v for k, v in vars(row).items() if k != "method"} for row in rows},
     }
