@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .accounting import calibrate
+    from .anchor_config import AnchorConfig
     from .bookkeeping import BookKeeper
     from .callbacks import PrivacyCallback
     from .config import DPConfig
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AnchorConfig",
     "BookKeeper",
     "CarrierConfig",
     "DPConfig",
@@ -34,6 +36,7 @@ __all__ = [
 ]
 
 _ROOMS = {
+    "AnchorConfig": "anchor_config",
     "BookKeeper": "bookkeeping",
     "CarrierConfig": "targets",
     "DPConfig": "config",

@@ -195,7 +195,7 @@ class LogicalCollator:
 
     def __call__(self, features: list[Any]) -> LogicalBatch:
         reseed_global()  # masking collators draw from the global generators
-        parts = split([_length(feature) for feature in features], self.max_rows, self.max_tokens)
+        parts = split([length_of(feature) for feature in features], self.max_rows, self.max_tokens)
         return LogicalBatch([self.collator([features[i] for i in part]) for part in parts], size=len(features))
 
 
@@ -215,7 +215,7 @@ def split(lengths: Sequence[int], max_rows: int, max_tokens: int | None = None) 
     return parts
 
 
-def _length(feature: Any) -> int:
+def length_of(feature: Any) -> int:
     """Tokens of one record: of its input or of the decoder's labels, whichever is longer; 1 if it has no tokens."""
     if not isinstance(feature, Mapping) or "input_ids" not in feature:
         return 1

@@ -45,6 +45,25 @@ def synthetic_batch(
     return batch
 
 
+def random_labels(model: nn.Module, batch: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+    """Labels that are valid for the model's head and a batch of unlabelled inputs, drawn at random.
+
+    Example:
+        >>> from transformers import BertConfig, BertForSequenceClassification
+        >>> config = BertConfig(hidden_size=8, num_attention_heads=1, num_hidden_layers=1, vocab_size=9)
+        >>> model = BertForSequenceClassification(config)
+        >>> random_labels(model, {"input_ids": torch.ones(3, 5).long()}, torch.Generator())["labels"].shape
+        torch.Size([3])
+    """
+    main = batch[_main_input(model)]
+    mask = batch.get("attention_mask", torch.ones(main.shape, dtype=torch.int64)).cpu()
+    lengths = mask.flatten(1).sum(1)
+    labels = _labels(
+        base_model(model), head_of(model), {"input_ids": main.cpu(), "attention_mask": mask}, lengths, generator
+    )
+    return {name: value.to(main.device) for name, value in labels.items()}
+
+
 def perturb(
     model: nn.Module, batch: dict[str, Tensor], row: int, generator: torch.Generator | None = None
 ) -> dict[str, Tensor]:
@@ -134,7 +153,7 @@ def _labels(
         values = torch.rand(rows, config.num_labels, generator=generator)
         return {"labels": values if kind == "regression" else values.round()}
     if head is Head.MULTIPLE_CHOICE:
-        return {"labels": torch.randint(CHOICES, (rows,), generator=generator)}
+        return {"labels": torch.randint(batch["input_ids"].shape[1], (rows,), generator=generator)}
     if head is Head.QUESTION_ANSWERING:
         ends = (torch.rand(2, rows, generator=generator) * lengths).long().sort(dim=0).values
         return {"start_positions": ends[0], "end_positions": ends[1]}

@@ -10,6 +10,8 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from . import validate
+from .anchor_config import AnchorConfig as AnchorConfig
+from .anchor_config import resolve_anchors
 from .config import DPConfig
 from .matching import Selection, TargetConfig, closest, described, freeze_rest, select
 from .methods.carriers import SOURCES, Carriers, Target
@@ -124,6 +126,8 @@ def resolve_method(dp_config: DPConfig, model: nn.Module, *, seed: int = 0) -> M
 
     `seed` is public (`TrainingArguments.seed`); no secret may depend on it.
     """
+    if dp_config.anchors is not None:
+        return resolve_anchors(dp_config.anchors, model, dp_config.clipping, seed)
     if dp_config.carriers is None:
         return Full()
     method, selection = carriers_of(dp_config.carriers, model, seed)

@@ -17,6 +17,7 @@ ROOMS = {
     4: {"mechanism", "ranks", "selfcheck", "shards"},
     5: {
         *("config", "matching", "targets", "diagnostics", "losses", "synthetic", "checkpoint"),
+        *("anchor_config", "anchor_data"),
         *("guards", "cards", "composition", "curve", "record", "release", "schema", "snapshot", "verification"),
     },
     6: {"callbacks", "publishing"},
