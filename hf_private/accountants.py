@@ -26,7 +26,7 @@ FAILURES = (AccountantError, ArithmeticError, MemoryError, ValueError)
 # ---- RDP: Mironov, Talwar, Zhang 2019 (arXiv:1908.10530). Removing a record costs no less than adding one.
 
 FRACTIONS = np.array([1 + x / 10 for x in range(1, 100) if x % 10])
-WHOLES = np.array([*range(2, 65), 72, 96, 128, 192, 256, 384, 512, 1024])
+WHOLES = np.array([*range(2, 65), 72, 96, 128, 192, 256, 384, 512, 1024, 4096, 16384])
 ORDERS = np.concatenate([FRACTIONS, WHOLES])
 
 
@@ -81,7 +81,7 @@ def loss_distribution(settings: Settings, records: int = 1) -> pld.PrivacyLossDi
     worst = all_at_once(settings, records)
     reach = max(rdp_epsilon(worst, 1e-15), *(1 / (2 * sigma**2) + 10 / sigma for _, sigma, _ in worst))
     # a mixture's loss is inverted point by point, slowly: its grid is as fine as the steps demand, no finer
-    interval = 1e-4 if records == 1 else min(2e-3, 0.05 / math.sqrt(sum(n for *_, n in settings)))
+    interval = 1e-4 if records == 1 else min(1e-2, 0.05 / math.sqrt(sum(n for *_, n in settings)))
     interval = max(interval, 2 * reach / MAX_POINTS)
     if not interval <= 1e-2:
         raise AccountantError(f"needs a grid that reaches {reach:.3g}")

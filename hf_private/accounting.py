@@ -5,6 +5,7 @@ sampling is Poisson. Anything else, and any release without noise, costs infinit
 accountants.py.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -14,7 +15,7 @@ import numpy as np
 from scipy.optimize import brentq
 
 from hf_private import accountants
-from hf_private.accountants import ACCOUNTANTS, SECOND_OPINIONS, Bounds, Settings, bounds_by
+from hf_private.accountants import ACCOUNTANTS, SECOND_OPINIONS, Bounds, Settings, all_at_once, bounds_by
 from hf_private.validate import non_negative, one_of, positive, probability, whole
 
 
@@ -175,7 +176,7 @@ def epsilon(
     results = {name: bounds_by(name, settings, delta, width) for name in ACCOUNTANTS}
     bounds = {name: result for name, result in results.items() if not isinstance(result, str)}
     notes = [result for result in results.values() if isinstance(result, str)]
-    if accountant not in bounds:
+    if not {*_voices(accountant)} <= bounds.keys():
         notes.append(f"epsilon is the largest bound by {', '.join(bounds) or 'nobody: infinity'}")
     value = max(_upper(name, settings, delta, width) for name in _voices(accountant))
     return EpsilonReport(delta, value, accountant, width, delta / 1000, bounds, "; ".join(notes))
@@ -256,29 +257,34 @@ def calibrate(
     spent = tuple(spent)
     goal = target_epsilon * (1 - 1e-7)  # another machine's last digits must not lift the claim above the target
 
-    def excess(name: str, sigma: float, coarse: int = 1) -> float:
-        settings = _settings((*spent, *([Event(sample_rate, (sigma,), steps)] if sigma < math.inf else [])))
+    def plan(sigma: float) -> Settings | None:
+        return _settings((*spent, Event(sample_rate, (sigma,), steps)))
+
+    def excess(name: str, settings: Settings | None, coarse: int = 1) -> float:
         fine = accountants.default_eps_error(settings, target_delta) if settings else 0.0
-        upper = _upper(name, settings, target_delta, coarse * fine, records_per_unit)
-        return min(upper - (coarse - 1) * fine - goal, 1e6)
+        return _upper(name, settings, target_delta, coarse * fine, records_per_unit) - (coarse - 1) * fine - goal
 
     voices = _voices(accountant, records_per_unit)
-    already = max(excess(name, math.inf) for name in voices)
+    already = max(excess(name, _settings(spent)) for name in voices)
     if already >= 0:
         raise BudgetExceeded(
             f"no noise multiplier fits: epsilon {already + goal:.6g} of `target_epsilon` {target_epsilon:g} is "
             "spent already. Raise `target_epsilon`, or stop here."
         )
-    sigma, spread = 1.0, 0.5
-    if records_per_unit == 1 and excess("rdp", math.inf) < 0:  # cheap, and within a few percent of the others
-        sigma, spread = _smallest(lambda s: excess("rdp", s), sigma, spread), 0.1
-    if accountant == "prv" and records_per_unit == 1:  # a coarse grid's estimate is close, at a tenth of the price
-        sigma, spread = _smallest(lambda s: excess("prv", s, coarse=10), sigma, spread), 2e-4
-    for name in voices:
-        if name == voices[0] or excess(name, sigma) > 0:
-            sigma = _smallest(lambda s, name=name: excess(name, s), sigma, spread)
+    guess, spread = 1.0, 0.5
+    # RDP is cheap and not far off, but it may see no way where the others do
+    with contextlib.suppress(BudgetExceeded):
+        rdp = accountants.rdp_epsilon
+        guess = _smallest(lambda s: rdp(all_at_once(plan(s), records_per_unit), target_delta) - goal)
+        spread = 0.1
+    if voices[0] == "prv":  # a coarse grid comes close, at a tenth of the price
+        guess, spread = _smallest(lambda s: excess("prv", plan(s), coarse=10), guess, spread), 2e-4
+    sigma = _smallest(lambda s: excess(voices[0], plan(s)), guess, spread)
+    for name in voices[1:]:
+        if excess(name, plan(sigma)) > 0:
+            sigma = _smallest(lambda s, name=name: excess(name, plan(s)), sigma, spread)
     sigma, up = math.ceil(sigma * 1e6) / 1e6, 1e-6
-    while any(excess(name, sigma) > 0 for name in voices):
+    while any(excess(name, plan(sigma)) > 0 for name in voices):
         sigma, up = round(sigma + up, 6), 2 * up
     return sigma
 
@@ -331,20 +337,20 @@ def _voices(accountant: str, records_per_unit: int = 1) -> tuple[str, ...]:
     return (accountant, *SECOND_OPINIONS.get(accountant, ())) if records_per_unit == 1 else ("pld",)
 
 
-def _smallest(excess: Callable[[float], float], start: float, spread: float) -> float:
-    """The noise multiplier at which `excess`, decreasing, crosses 0, by guess within `spread` (relative) of `start`."""
+def _smallest(excess: Callable[[float], float], start: float = 1.0, spread: float = 0.5) -> float:
+    """Noise multiplier where `excess`, decreasing, crosses 0: about `spread`, relatively, from the guess `start`."""
     low = high = start
     while excess(high) > 0:
         low, high, spread = high, high * (1 + spread), 4 * spread
         if high > 1e7:
             raise BudgetExceeded(
-                "no noise multiplier below 1e7 fits what is left. Raise `target_epsilon`, or stop here."
+                "no noise multiplier below 1e7 brings epsilon down to what is left. Raise `target_epsilon`."
             )
     while excess(low) <= 0 and low > 1e-2:
         low, high, spread = low / (1 + spread), low, 4 * spread
     if excess(low) <= 0:
         return low  # a budget so large that hardly any noise is asked for
-    return brentq(excess, low, high, xtol=1e-7, rtol=1e-9)
+    return brentq(lambda sigma: min(excess(sigma), 1e6), low, high, xtol=1e-7, rtol=1e-9)
 
 
 def _check(delta: float, accountant: str = "prv", eps_error: float | None = None) -> None:
