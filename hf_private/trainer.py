@@ -1,4 +1,4 @@
-"""DPTrainer: Trainer with a private step. The loop, scheduler, callbacks, checkpoints and evaluation are Trainer's own.
+"""DPTrainer: Trainer with a private step. Loop, scheduler, callbacks, checkpoints and evaluation are Trainer's own.
 
 How it fits: one item of the training DataLoader is one whole Poisson batch, and `training_step` runs the mechanism on
 it, so that each turn of Trainer's loop is one private step. Nothing un-noised leaves `training_step`.
@@ -7,6 +7,7 @@ it, so that each turn of Trainer's loop is one private step. Nothing un-noised l
 import copy
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,12 +26,14 @@ from .callbacks import PrivacyCallback
 from .checkpoint import LEDGER, Spending, base_record, last_checkpoint
 from .clipping import Clipping
 from .config import DPConfig, refusals
+from .guards import check_gradients, check_optimizer, order_of
 from .keystream import Key
 from .losses import PerSampleLoss, base_model
 from .mechanism import Mechanism
 from .methods.full import Method
 from .noise import NoiseSource, reseed_global
 from .publishing import PublishingTrainer, UnsavedToken
+from .ranks import Ranks
 from .sampling import LogicalBatch, LogicalCollator, PoissonLoader, PoissonSampler
 from .selfcheck import LENGTH, self_check
 from .synthetic import synthetic_batch
@@ -38,7 +41,6 @@ from .targets import resolve_method
 
 logger = logging.get_logger(__name__)
 
-CARD_FILES = (RECORD, CARD, CURVE_FILE)
 NONPRIVATE_METRICS = ("loss", "train_loss", "grad_norm", "num_input_tokens_seen")
 LIBRARIES = ("torch", "transformers", "accelerate", "peft", "datasets", "dp-accounting", "prv-accountant")
 
@@ -109,6 +111,7 @@ class DPTrainer(PublishingTrainer):
             records_per_unit=dp_config.records_per_unit,
             writes=args.process_index == 0,
         )
+        self.ranks = Ranks()
         self._keys: Keys | None = None
         self._mechanism: Mechanism | None = None
         super().__init__(model, _own(args), *rest, **kwargs)
@@ -133,12 +136,12 @@ class DPTrainer(PublishingTrainer):
         if self.expected_batch_size > num_records:
             raise ValueError(
                 f"`expected_batch_size` must be at most the number of records ({num_records}), got"
-                f" {self.expected_batch_size}. Lower it, or gradient_accumulation_steps and per_device_train_batch_size."
+                f" {self.expected_batch_size}. Lower it, or gradient_accumulation_steps and the batch per device."
             )
         if self.dp_config.target_delta >= 1 / num_records:
             logger.warning(
-                f"`target_delta` = {self.dp_config.target_delta} is not below 1 / {num_records} records: publishing one"
-                " record at random would satisfy it. Choose it well below."
+                f"`target_delta` = {self.dp_config.target_delta} is not below 1 / {num_records} records: publishing"
+                " one record at random would satisfy it. Choose it well below."
             )
 
     # ---- one run
@@ -150,13 +153,17 @@ class DPTrainer(PublishingTrainer):
         if trial is not None:
             self.hyperparameter_search()
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = last_checkpoint(self.args.output_dir)
+            resume_from_checkpoint = self.ranks.first(last_checkpoint, self.args.output_dir)
         try:
-            with self.spending.open(resume_from_checkpoint or None):
-                self.expected_batch_size = self._resolve_batch_size(resumes=bool(resume_from_checkpoint))
+            with ExitStack() as held:
+                self.ranks.agree(held.enter_context, self.spending.open(resume_from_checkpoint or None))
+                self.expected_batch_size = self.ranks.first(self._resolve_batch_size, bool(resume_from_checkpoint))
+                data = {"train_dataset": order_of(self.train_dataset), "anchor_dataset": order_of(self.anchor_dataset)}
+                self.ranks.same(dp_config=self.dp_config.to_dict(), **data)
                 self._keys = self._draw_keys()
                 reseed_global()
                 output = super().train(resume_from_checkpoint, None, ignore_keys_for_eval)
+                self.ranks.check_weights(trainable(self.accelerator.unwrap_model(self.model)))
         finally:
             self._keys = self._mechanism = None
             self.is_in_train = False
@@ -177,7 +184,7 @@ class DPTrainer(PublishingTrainer):
         """Fresh secrets for sampling and for noise."""
         if self._test_key is not None:
             return Keys(self._test_key, self._test_key)
-        return Keys(Key(), Key())
+        return Keys(self.ranks.key(), self.ranks.key())
 
     def get_train_dataloader(self) -> PoissonLoader:
         """Loader whose items are whole Poisson batches, split into micro-batches."""
@@ -213,11 +220,14 @@ class DPTrainer(PublishingTrainer):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         # freezes what the method does not train, so it comes before the optimizer
         method = self.create_method()
+        if self.is_fsdp_enabled:  # sharded weights cannot be held against plain autograd: before they are
+            loss = PerSampleLoss(self.model, self.per_sample_loss, self.args.label_smoothing_factor)
+            self.ranks.first(self._self_check, self.model, loss)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if steps := max(max_steps - self.state.global_step, 0):
             self._attach(method, train_dataloader.batch_sampler.sample_rate, steps)
-            folder, writes = Path(self.args.output_dir, LEDGER).parent, self.args.process_index == 0
-            method.begin_run(folder, resumes=resume_from_checkpoint is not None, writes=writes)
+            folder, resumes = Path(self.args.output_dir, LEDGER).parent, resume_from_checkpoint is not None
+            method.begin_run(folder, resumes=resumes, writes=self.spending.writes)
         return prepared
 
     def create_method(self) -> Method:
@@ -228,13 +238,15 @@ class DPTrainer(PublishingTrainer):
         """Check the model, fix the noise and the number of steps that may be taken, and build the mechanism."""
         config, model = self.dp_config, self.accelerator.unwrap_model(self.model_wrapped)
         loss = PerSampleLoss(model, self.per_sample_loss, self.args.label_smoothing_factor)
-        self._check_optimizer(model)
-        rows, dtype = self.args.per_device_train_batch_size, torch.bfloat16 if self.args.bf16 else None
-        logger.info(self_check(model, loss, self.public_batch, self._perturb, rows, dtype))
+        check_optimizer(self.optimizer, model)
+        if not self.is_fsdp_enabled:
+            self.ranks.agree(self._self_check, model, loss)
         noise = NoiseSource(config.noise, self._keys.noise)
-        self.spending.inherit(None if config.disjoint_data else self._base())
-        noise_multiplier = self.spending.plan(sample_rate, steps, method.releases, config.noise_multiplier)
-        self.spending.begin(
+        noise_multiplier = self.ranks.first(self._plan, method, sample_rate, steps)
+        if not self.spending.writes:  # it counts along
+            self.spending.plan(sample_rate, steps, method.releases, noise_multiplier)
+        self.ranks.agree(
+            self.spending.begin,
             {
                 **config.to_dict(),
                 "noise_multiplier": noise_multiplier,
@@ -244,7 +256,8 @@ class DPTrainer(PublishingTrainer):
                 "planned_steps": steps,
                 "method": type(method).__name__,
                 "reproducible": noise.reproducible,
-            }
+                "ranks": self.ranks.world_size,
+            },
         )
         self._mechanism = Mechanism(
             model,
@@ -256,16 +269,28 @@ class DPTrainer(PublishingTrainer):
             sample_rate=sample_rate,
             expected_batch_size=self.expected_batch_size,
             charge=self.spending.charge,
+            ranks=self.ranks,
+            dummy=lambda: self._prepare_inputs(self.public_batch(1, LENGTH)),
             log_nonprivate=config.log_nonprivate,
         )
         self._mechanism.steps = self.state.global_step  # with a test key, a resumed run repeats the noise of its steps
         self._gradients_checked = False
 
+    def _self_check(self, model: nn.Module, loss: PerSampleLoss) -> None:
+        rows, dtype = self.args.per_device_train_batch_size, torch.bfloat16 if self.args.bf16 else None
+        logger.info(self_check(model, loss, self.public_batch, self._perturb, rows, dtype))
+
+    def _plan(self, method: Method, sample_rate: float, steps: int) -> float:
+        """The noise multiplier that the ledger and the budget ask for, what the base model has cost included."""
+        config = self.dp_config
+        self.spending.inherit(None if config.disjoint_data else base_record(base_model(self.model)))
+        return self.spending.plan(sample_rate, steps, method.releases, config.noise_multiplier)
+
     def public_batch(
         self, batch_size: int, length: int, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
-        """A made-up batch for the self-check at the start of `train()`: inputs and labels of `batch_size` records of up to
-        `length` tokens, no two alike. Override it for a model or a `per_sample_loss` that needs other inputs."""
+        """A made-up batch for the self-check at the start of `train()`: inputs and labels of records of up to `length`
+        tokens, no two alike. Override it for a model or a `per_sample_loss` that needs other inputs."""
         return synthetic_batch(self.accelerator.unwrap_model(self.model), batch_size, length, generator)
 
     def _perturb(self, batch: dict[str, Tensor], row: int) -> dict[str, Tensor]:
@@ -276,21 +301,6 @@ class DPTrainer(PublishingTrainer):
             value[row] = other[name][row]
         return changed
 
-    def _check_optimizer(self, model: nn.Module) -> None:
-        """The optimizer must update the very Parameter objects whose gradients are made here."""
-        engine = {id(p): name for name, p in trainable(model).items()}
-        held = {id(p): p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad}
-        if missing := [name for key, name in engine.items() if key not in held]:
-            raise ValueError(
-                f"`optimizers` must hold every trainable parameter of the model, got one without `{missing[0]}`"
-                f" ({len(missing)} in all). Build it from trainer.model.parameters(), or freeze them."
-            )
-        if strangers := held.keys() - engine.keys():
-            raise ValueError(
-                f"`optimizers` must hold parameters of the model only, got {len(strangers)} others. It was built for"
-                " another copy of the model: build it from trainer.model.parameters()."
-            )
-
     # ---- one step
 
     def training_step(
@@ -300,22 +310,15 @@ class DPTrainer(PublishingTrainer):
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        if self._mechanism is None:  # a complete run was resumed: Trainer takes one step before it looks
+        if self._mechanism is None:  # a complete run was resumed, and Trainer counts one step more before it looks
+            self.state.global_step -= 1
             return torch.zeros((), device=self.args.device)
         self._mechanism.step(self._prepare_inputs(batch) for batch in inputs.micro_batches)
         if not self._gradients_checked and inputs.size:
-            self._check_gradients()
+            check_gradients(self._mechanism.model, self.dp_config.is_private)
+            self._gradients_checked = True
         seen = self._mechanism.nonprivate  # None unless `log_nonprivate`
         return torch.tensor(seen["loss_sum"] / max(seen["batch_size"], 1) if seen else 0.0, device=self.args.device)
-
-    def _check_gradients(self) -> None:
-        """After the first step with records: every parameter that the optimizer holds got a gradient."""
-        for name, p in trainable(self.accelerator.unwrap_model(self.model_wrapped)).items():
-            ok = p.grad is not None and bool(p.grad.isfinite().all())
-            if not ok or (self.dp_config.is_private and not p.grad.any()):
-                got = "none" if p.grad is None else "zero" if ok else "one that is not finite"
-                raise RuntimeError(f"`{name}` must have a finite, non-zero gradient after a private step, got {got}.")
-        self._gradients_checked = True
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """No second clip: each record was clipped before the noise."""
@@ -359,6 +362,7 @@ class DPTrainer(PublishingTrainer):
         """All public facts that a card needs, as plain values."""
         dataset, base = self.train_dataset, getattr(base_model(self.model), "config", None)
         info, adapters = getattr(dataset, "info", None), getattr(self.model, "peft_config", None) or {}
+        chooses = self.args.load_best_model_at_end
         return {
             **self.spending.record(),
             "settings": self.dp_config.to_dict() | {"expected_batch_size": self.expected_batch_size},
@@ -370,17 +374,9 @@ class DPTrainer(PublishingTrainer):
                 "name": getattr(info, "dataset_name", None) or getattr(info, "builder_name", None),
                 "num_records": None if dataset is None else len(dataset),
             },
-            "evaluation": {
-                "covered": False,
-                "used": self.eval_dataset is not None,
-                "chooses_model": bool(self.args.load_best_model_at_end),
-            },
+            "evaluation": {"covered": False, "used": self.eval_dataset is not None, "chooses_model": chooses},
             "versions": {"hf_private": __version__, **{name: version(name) for name in LIBRARIES}},
         }
-
-    def _base(self) -> dict[str, Any] | None:
-        config = getattr(base_model(self.model), "config", None)
-        return base_record(getattr(config, "_name_or_path", None), getattr(config, "_commit_hash", None))
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: choosing the best of several private runs costs privacy that no single run accounts for."""
