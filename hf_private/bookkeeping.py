@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from .layers import REMEDY, Tap, UncoveredError, refusal, sites
 from .methods.full import Full, Method
-from .persample import Dense, Grams, PerSample, weighted_sum
+from .persample import Dense, PerSample, sq_norms, weighted_sum
 
 
 class BookKeeper:
@@ -34,7 +34,6 @@ class BookKeeper:
     def __init__(self, model: nn.Module, method: Method | None = None) -> None:
         self.model, self.method = model, method or Full()
         self.anchor = torch.zeros((), requires_grad=True)
-        self.grams = Grams()
         self._batch_size: int | None = None
         self._records: dict[str, PerSample] = {}
         self.expanded: set[str] = set()
@@ -69,7 +68,8 @@ class BookKeeper:
         if isinstance(error, RuntimeError) and self.expanded:
             names = ", ".join(f"`{path}`" for path in sorted(self.expanded))
             error.add_note(
-                f"hf_private gave {names} one row per record instead of one row for all. If the model cannot take that: {REMEDY}."
+                f"hf_private gave {names} one row per record instead of one row for all. "
+                f"If the model cannot take that: {REMEDY}."
             )
         for module, attribute, before in reversed(self._undo):
             if before is None:
@@ -81,7 +81,6 @@ class BookKeeper:
         for name, p in self._parameters.items():
             p.grad = self._grads[name]
         self._undo, self._records, self._grads = [], {}, {}
-        self.grams.clear()
 
     def _note_batch_size(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Read N off the inputs of the model, and the leading axis off those of the models inside it."""
@@ -128,8 +127,8 @@ class BookKeeper:
         if reached and (self.batch_size > 1 or self.sharded):  # FSDP2 has added up what autograd found on all ranks
             whose = "all ranks' records" if self.sharded else f"the {self.batch_size} records"
             raise UncoveredError(
-                f"{', '.join(f'`{name}`' for name in reached)}: used in a way that no rule covers, so the gradients of "
-                f"{whose} cannot be told apart. Remedy: {REMEDY}."
+                f"{', '.join(f'`{name}`' for name in reached)}: used in a way that no rule covers, so the gradients "
+                f"of {whose} cannot be told apart. Remedy: {REMEDY}."
             )
         for name, grad in reached.items():  # in a batch of one, autograd's gradient is that record's
             self.observe(name, Dense(grad.unsqueeze(0)))
@@ -141,14 +140,13 @@ class BookKeeper:
     def take(self) -> dict[str, PerSample]:
         """Hand the book over: what its reader has done with is freed at once, not at the end of the block."""
         records, self._records = self._records, {}
-        self.grams.clear()
         return records
 
     def norms(self) -> Tensor:
         """L2 norm (N,) of each record's gradient over all trainable parameters."""
         if not self._records:
             raise RuntimeError("The book is empty: call `backward(losses)` first.")
-        return sum(value.sq_norm() for value in self._records.values()).sqrt()
+        return sum(sq_norms(self._records).values()).sqrt()
 
     def weighted_sum(self, factors: Tensor) -> dict[str, Tensor]:
         """`sum_n factors_n g_n` by block, for `factors` (N,); a factor of 0 removes a record, NaN and all."""

@@ -9,6 +9,7 @@ Index letters: n record, t and s position, i and j rows and columns of the param
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -73,8 +74,11 @@ class Grams:
             self._known.pop(next(iter(self._known)))
         return entry[1]
 
-    def clear(self) -> None:
-        self._known.clear()
+
+def sq_norms(records: Mapping[str, "PerSample"]) -> dict[str, Tensor]:
+    """Squared norms (N,) by block; the Gram matrix of an input that layers share is computed once."""
+    grams = Grams()
+    return {block: value.sq_norm(grams) for block, value in records.items()}
 
 
 class PerSample(ABC):
@@ -85,8 +89,8 @@ class PerSample(ABC):
     """
 
     @abstractmethod
-    def sq_norm(self) -> Tensor:
-        """Squared L2 norm of each record's gradient: (N,), float32 or better."""
+    def sq_norm(self, grams: Grams | None = None) -> Tensor:
+        """Squared L2 norm of each record's gradient: (N,), float32 or better; `grams` remembers shared inputs."""
 
     @abstractmethod
     def weighted_sum(self, c: Tensor) -> Tensor:
@@ -117,7 +121,7 @@ class Dense(PerSample):
     def __init__(self, g: Tensor) -> None:
         self.g = widen(g.detach())
 
-    def sq_norm(self) -> Tensor:
+    def sq_norm(self, grams: Grams | None = None) -> Tensor:
         return torch.linalg.vector_norm(self.g.reshape(len(self.g), -1), dim=1).square()
 
     def weighted_sum(self, c: Tensor) -> Tensor:
@@ -143,9 +147,8 @@ class Outer(PerSample):
     theirs to rows x columns).
     """
 
-    def __init__(self, left: Tensor, right: Tensor, grams: Grams | None = None, shape: torch.Size | None = None):
+    def __init__(self, left: Tensor, right: Tensor, shape: torch.Size | None = None) -> None:
         self.left, self.right = left.detach(), right.detach()  # the input may still carry its graph
-        self.grams = grams or Grams()
         self.shape = shape or torch.Size((left.shape[2], right.shape[2]))
 
     def instantiating_is_smaller(self) -> bool:
@@ -153,10 +156,11 @@ class Outer(PerSample):
         rows, columns = self.left.shape[2], self.right.shape[2]
         return self.left.shape[1] * (rows + columns) >= rows * columns
 
-    def sq_norm(self) -> Tensor:
+    def sq_norm(self, grams: Grams | None = None) -> Tensor:
         if self.left.shape[1] == 1:
             return widen(self.left).square().sum((1, 2)) * widen(self.right).square().sum((1, 2))
-        left, right = self.grams(self.left), self.grams(self.right)
+        grams = grams or Grams()
+        left, right = grams(self.left), grams(self.right)
         bound = (left.diagonal() * right.diagonal()).clamp_min(0).sqrt().sum(1).square()
         exact = left.dot(right)
         return exact.clamp_min(0) + bound * (ROUNDING_UNITS * torch.finfo(exact.dtype).eps)
@@ -175,7 +179,7 @@ class Outer(PerSample):
 
     def masked(self, keep: Tensor) -> "Outer":
         left, right = (x.where(per_record(keep, x).bool(), 0) for x in (self.left, self.right))
-        return Outer(left, right, None, self.shape)
+        return Outer(left, right, self.shape)
 
     def inner(self, other: "Rows") -> Tensor:
         """`<self_n, other_n>` (N,) for a weight used as projection and as embedding (tied LM heads).
@@ -188,7 +192,7 @@ class Outer(PerSample):
     def __add__(self, other: PerSample) -> PerSample:
         if isinstance(other, Outer):
             together = Outer(
-                torch.cat([self.left, other.left], 1), torch.cat([self.right, other.right], 1), self.grams, self.shape
+                torch.cat([self.left, other.left], 1), torch.cat([self.right, other.right], 1), self.shape
             )
             return Dense(together.dense()) if together.instantiating_is_smaller() else together
         if isinstance(other, Rows):
@@ -197,12 +201,15 @@ class Outer(PerSample):
 
 
 class Rows(PerSample):
-    """An embedding's gradients: row `index[n, t]` of record n's gradient gets `ds[n, t]`; index (N, T), ds (N, T, d)."""
+    """An embedding's gradients: row `index[n, t]` of record n's gradient gets `ds[n, t]`.
+
+    `index` (N, T), `ds` (N, T, d), `shape` (vocabulary, d).
+    """
 
     def __init__(self, index: Tensor, ds: Tensor, shape: torch.Size) -> None:
         self.index, self.ds, self.shape = index, ds.detach(), shape
 
-    def sq_norm(self) -> Tensor:
+    def sq_norm(self, grams: Grams | None = None) -> Tensor:
         # Positions of one record that name the same row add up before the square.
         records = len(self.index)
         key = self.index + torch.arange(records, device=self.index.device).unsqueeze(1) * self.shape[0]
@@ -240,8 +247,8 @@ class Tied(PerSample):
     def __init__(self, outer: Outer, rows: Rows) -> None:
         self.outer, self.rows = outer, rows
 
-    def sq_norm(self) -> Tensor:
-        outer, rows = self.outer.sq_norm(), self.rows.sq_norm()
+    def sq_norm(self, grams: Grams | None = None) -> Tensor:
+        outer, rows = self.outer.sq_norm(grams), self.rows.sq_norm()
         exact = outer + rows + 2 * self.outer.inner(self.rows)
         # The cross term may cancel; its rounding is relative to the parts.
         return exact.clamp_min(0) + (outer + rows) * (ROUNDING_UNITS * torch.finfo(exact.dtype).eps)

@@ -188,12 +188,14 @@ ENGINES: dict[str, Callable[[nn.Module, dict], Callable[[], None]]] = {
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operations create and that are still alive; keeps the peak."""
+    """Counts the bytes of the model's storages and of all that operations create while they live; keeps the peak."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.live = self.peak = 0
         self._known = WeakIdKeyDictionary()
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._track(tensor.untyped_storage())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -235,7 +237,7 @@ def measure(setting: str, engines: list[str], rounds: int) -> list[dict]:
         batch = make_batch(model, name, batch_size, length)
         try:
             steps[engine] = ENGINES[engine](model, batch)
-            with counted() as row:
+            with counted(model) as row:
                 steps[engine]()
         except Exception as error:  # a peer that is absent or cannot run this model is a result too
             if not engine.startswith("opacus"):
@@ -243,9 +245,7 @@ def measure(setting: str, engines: list[str], rounds: int) -> list[dict]:
             steps.pop(engine, None)
             print(f"  {engine}: skipped ({type(error).__name__}: {str(error).splitlines()[0]})")
             continue
-        weights = sum(p.numel() * p.element_size() for p in model.parameters())
-        rows[engine] = {"setting": setting, "engine": engine, "bytes": weights + row["bytes"], "flops": row["flops"]}
-        rows[engine]["seconds"] = float("inf")
+        rows[engine] = {"setting": setting, "engine": engine, "seconds": float("inf"), **row}
     for _ in range(rounds):
         for engine, step in steps.items():
             gc.collect()
@@ -260,9 +260,9 @@ def measure(setting: str, engines: list[str], rounds: int) -> list[dict]:
 
 
 @contextmanager
-def counted():
+def counted(model: nn.Module):
     row: dict[str, float] = {}
-    with FlopCounterMode(display=False) as flops, LiveBytes() as live:
+    with FlopCounterMode(display=False) as flops, LiveBytes(model) as live:
         yield row
     row["flops"], row["bytes"] = flops.get_total_flops(), live.peak
 

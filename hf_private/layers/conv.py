@@ -43,9 +43,7 @@ class _Conv(torch.autograd.Function):
         if weight_name:
             a = patches(x, weight.shape[2:], stride, padding, dilation)
             if ctx.groups == 1:
-                value = Outer(
-                    ctx.tap.rows(flat.transpose(1, 2)), ctx.tap.rows(a.flatten(2)), ctx.tap.grams, weight.shape
-                )
+                value = Outer(ctx.tap.rows(flat.transpose(1, 2)), ctx.tap.rows(a.flatten(2)), weight.shape)
             else:
                 value = Dense(grouped_gradients(widen(flat), widen(a), ctx.groups, weight.shape, records))
             ctx.tap.observe(weight_name, value)

@@ -30,7 +30,7 @@ class _Linear(torch.autograd.Function):
         if weight_name:
             a = ctx.tap.rows(x)
             left, right = (a, rows) if ctx.in_first else (rows, a)
-            ctx.tap.observe(weight_name, Outer(left, right, ctx.tap.grams))
+            ctx.tap.observe(weight_name, Outer(left, right))
         dx = None
         if ctx.needs_input_grad[1]:
             weight = weight.to(ds.dtype)

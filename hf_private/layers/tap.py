@@ -5,14 +5,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ..persample import Dense, Grams, PerSample
+from ..persample import Dense, PerSample
 
 
 class Book(Protocol):
     """What the rules need of a BookKeeper."""
 
     anchor: Tensor
-    grams: Grams
     leading: int
     expanded: set[str]
     sharded: bool
@@ -26,7 +25,10 @@ class UncoveredError(RuntimeError):
     """A trainable parameter is used in a way whose per-sample gradient is not covered exactly."""
 
 
-REMEDY = "freeze it (`parameter.requires_grad_(False)`), or use micro-batches of one record (`per_device_train_batch_size=1`), where every parameter is exact"
+REMEDY = (
+    "freeze it (`parameter.requires_grad_(False)`), or use micro-batches of one record "
+    "(`per_device_train_batch_size=1`), where every parameter is exact"
+)
 
 
 class Tap:
@@ -53,10 +55,6 @@ class Tap:
     def leading(self) -> int:
         """Length of the leading axis inside the model: the records, times the choices of a multiple-choice head."""
         return self.book.leading
-
-    @property
-    def grams(self) -> Grams:
-        return self.book.grams
 
     def name(self, tensor: Tensor | None) -> str | None:
         """The book's name of a trainable parameter of this module, None for any other tensor.
@@ -96,8 +94,8 @@ class Tap:
         if x.dim() >= 2 and x.shape[0] % batch == 0 and x.shape[0] > 0:
             return x.reshape(batch, -1, x.shape[-1])
         raise UncoveredError(
-            f"`{self.path}` ({type(self.module).__name__}) got an input of shape {tuple(x.shape)} in a batch of {batch} "
-            f"records: its first axis does not hold the records. Remedy: {REMEDY}."
+            f"`{self.path}` ({type(self.module).__name__}) got an input of shape {tuple(x.shape)} in a batch of "
+            f"{batch} records: its first axis does not hold the records. Remedy: {REMEDY}."
         )
 
 

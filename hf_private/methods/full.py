@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..persample import Dense, Outer, PerSample, weighted_sum
+from ..persample import Dense, Outer, PerSample, sq_norms, weighted_sum
 
 
 class Factors(Protocol):
@@ -81,7 +81,7 @@ class Method:
 
     def clipped_sums(self, records: Mapping[str, PerSample], clipping: Factors) -> Mapping[str, Tensor]:
         """The sum over the batch of clipped per-sample gradients, by block; its sensitivity is the clip norm."""
-        factors = clipping.factors({block: value.sq_norm() for block, value in records.items()}, self.blocks)
+        factors = clipping.factors(sq_norms(records), self.blocks)
         return Lazily({block: partial(weighted_sum, value, factors[block]) for block, value in records.items()})
 
     def stds(self, noise_multiplier: float, clip_norm: float) -> dict[str, float]:
