@@ -1,5 +1,6 @@
 """DPTrainer as users run it: what changes an update, what does not, what is spent, what is saved, what is refused."""
 
+import json
 import math
 import os
 import pickle
@@ -21,6 +22,16 @@ from hf_private.trainer import DPTrainer
 
 KEY = bytes(range(32))
 SGD = {"optim": "sgd", "learning_rate": 0.5}
+
+
+@pytest.fixture
+def quick_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card's accountants take seconds: for tests that save often and look at something else."""
+
+    def write(folder: str, facts: dict) -> None:
+        Path(folder, "privacy.json").write_text(json.dumps({"private": True, **facts}))
+
+    monkeypatch.setattr("hf_private.publishing.write_card", write)
 
 
 def ledger(folder: Path) -> PrivacyLedger:
@@ -71,6 +82,7 @@ def test_another_expected_batch_size_is_another_update(tmp_path: Path, reference
 
 
 @pytest.mark.parametrize("stop", [3, 5])  # in the middle of an epoch of 5 steps, and at its end
+@pytest.mark.usefixtures("quick_cards")
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, stop: int) -> None:
     settings = {"max_steps": 8, "lr_scheduler_type": "cosine", "logging_steps": 2}
     whole = trained(tmp_path / "whole", **settings)
@@ -190,7 +202,7 @@ def test_a_test_key_is_not_private(tmp_path: Path) -> None:
     assert made.privacy_record()["runs"][0]["reproducible"] is True
     made._test_key = None  # later secrecy does not bring back what was revealed
     made.train()
-    assert made.privacy_spent().epsilon == math.inf
+    assert made.spending.epsilon() == math.inf
 
 
 # ---- end to end
@@ -259,6 +271,7 @@ def test_precision_and_memory_settings(tmp_path: Path, reference: Tensor, settin
     assert (weights - reference).abs().max() < (2e-2 if "bf16" in settings else 1e-6)
 
 
+@pytest.mark.usefixtures("quick_cards")
 def test_early_stopping_best_model_and_resume(tmp_path: Path) -> None:
     settings = {
         "eval_dataset": tiny.text()[:8],
@@ -314,20 +327,20 @@ def test_the_budget_is_met_and_then_closed(tmp_path: Path) -> None:
     assert 3.9 < made.privacy_spent().epsilon <= 4.0
     with pytest.raises(BudgetExceeded):
         made.train()
-    assert 3.9 < made.privacy_spent().epsilon <= 4.0
+    assert 3.9 < made.spending.epsilon() <= 4.0
     assert steps(tmp_path) == 4
 
 
 def test_spending_goes_on_over_runs_trainers_and_settings(tmp_path: Path) -> None:
     first = tiny.trainer(tmp_path)
     first.train()
-    one = first.privacy_spent().epsilon
+    one = first.spending.epsilon()
     first.train()
-    two = first.privacy_spent().epsilon
+    two = first.spending.epsilon()
     other = tiny.trainer(tmp_path, dp={"noise_multiplier": 2.0, "expected_batch_size": 4})
-    assert other.privacy_spent().epsilon == two
+    assert other.spending.epsilon() == two
     other.train()
-    assert 0 < one < two < other.privacy_spent().epsilon
+    assert 0 < one < two < other.spending.epsilon()
     assert set(ledger(tmp_path).events) == {Event(0.2, (1.0,), 8), Event(0.1, (2.0,), 4)}
 
 
@@ -335,14 +348,15 @@ def test_a_budget_counts_what_another_run_has_spent(tmp_path: Path) -> None:
     tiny.trainer(tmp_path).train()
     made = tiny.trainer(tmp_path, dp={"noise_multiplier": None, "target_epsilon": 8.0})
     made.train()
-    assert 7.5 < made.privacy_spent().epsilon <= 8.0
+    assert 7.5 < made.spending.epsilon() <= 8.0
 
 
+@pytest.mark.usefixtures("quick_cards")
 def test_the_spending_of_a_base_model_is_continued(tmp_path: Path) -> None:
     base = tiny.trainer(tmp_path / "base")
     base.train()
     base.save_model()
-    spent = base.privacy_spent().epsilon
+    spent = base.spending.epsilon()
 
     def fine_tune(folder: str, **dp: Any) -> DPTrainer:
         made = tiny.trainer(tmp_path / folder, type(base.model).from_pretrained(tmp_path / "base"), dp=dp)
@@ -350,12 +364,12 @@ def test_the_spending_of_a_base_model_is_continued(tmp_path: Path) -> None:
         return made
 
     continued, disjoint, same = fine_tune("new"), fine_tune("other", disjoint_data=True), fine_tune("base")
-    assert continued.privacy_spent().epsilon > spent
+    assert continued.spending.epsilon() > spent
     assert sum(event.steps for event in continued.spending.events) == 8
-    assert disjoint.privacy_spent().epsilon == pytest.approx(spent)
+    assert disjoint.spending.epsilon() == pytest.approx(spent)
     assert disjoint.privacy_record()["runs"][0]["disjoint_data"] is True
     assert steps(tmp_path / "base") == 8, "the folder's own past is counted once"
-    assert same.privacy_spent().epsilon == continued.privacy_spent().epsilon
+    assert same.spending.epsilon() == continued.spending.epsilon()
     continued.train()
     assert sum(event.steps for event in continued.spending.events) == 12, "the base is added once"
 
@@ -364,9 +378,10 @@ def test_people_with_several_records_cost_more(tmp_path: Path) -> None:
     settings = {"max_steps": 1, "logging_strategy": "no"}
     one, two = (tiny.trainer(tmp_path / str(k), dp={"records_per_unit": k}, **settings) for k in (1, 2))
     one.train(), two.train()
-    assert two.privacy_spent().epsilon > 1.2 * one.privacy_spent().epsilon
+    assert two.spending.epsilon() > 1.2 * one.spending.epsilon()
 
 
+@pytest.mark.usefixtures("quick_cards")
 def test_the_recorded_batch_size_holds_on_resume(tmp_path: Path) -> None:
     save = {"save_strategy": "steps", "save_steps": 2}
     tiny.trainer(tmp_path, callbacks=[Stop(2)], **save).train()
@@ -377,6 +392,7 @@ def test_the_recorded_batch_size_holds_on_resume(tmp_path: Path) -> None:
         tiny.trainer(tmp_path, dp={"expected_batch_size": 5}).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.usefixtures("quick_cards")
 def test_noise_is_raised_for_the_rest_if_steps_were_lost(tmp_path: Path) -> None:
     """Three steps ran, one is in the checkpoint: the two lost ones are charged, so the rest needs more noise."""
     settings = {"dp": {"noise_multiplier": None, "target_epsilon": 4.0}, "save_strategy": "steps"}
@@ -385,9 +401,10 @@ def test_noise_is_raised_for_the_rest_if_steps_were_lost(tmp_path: Path) -> None
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     phases = {event.noise_multiplier: event.steps for event in ledger(tmp_path).events}
     assert sorted(phases.values()) == [3, 3] and len(phases) == 2
-    assert again.privacy_spent().epsilon <= 4.0
+    assert again.spending.epsilon() <= 4.0
 
 
+@pytest.mark.usefixtures("quick_cards")
 def test_a_complete_run_can_be_resumed_and_spends_nothing(tmp_path: Path) -> None:
     save = {"save_strategy": "steps", "save_steps": 4}
     tiny.trainer(tmp_path, **save).train()
