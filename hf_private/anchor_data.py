@@ -7,14 +7,19 @@ labels and dropout. It never reaches the generators that the private pass draws 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
+from transformers import Trainer
 
 from .bookkeeping import BookKeeper
-from .losses import LABEL_NAMES, Head, head_of
+from .config import DPConfig
+from .losses import LABEL_NAMES, Head, PerSampleLoss, head_of
+from .methods.anchors import Anchors
 from .methods.full import Method
 from .persample import PerSample
 from .sampling import length_of, split
@@ -23,6 +28,52 @@ from .synthetic import random_labels
 NUMBERING = ("id", "idx", "index")
 LOOKED_AT = 50_000  # rows of a dataset, spread evenly over it, that are hashed
 OWN_LABELS = (Head.CAUSAL_LM, Head.MASKED_LM, Head.SEQ2SEQ_LM)
+
+
+def anchored(config: DPConfig, dataset: Any, training: Any) -> DPConfig:
+    """The settings with the public dataset's name and fingerprint in them; refuses private records among its rows."""
+    if config.anchors is None and dataset is None:
+        return config
+    if config.anchors is None or dataset is None:
+        given, missing = ("anchors", "anchor_dataset") if dataset is None else ("anchor_dataset", "anchors")
+        raise ValueError(
+            f"`{missing}` must be given with `{given}`, got None. GEP needs DPConfig(anchors=AnchorConfig(...)) and"
+            " DPTrainer(anchor_dataset=...), public records that need no labels."
+        )
+    if not hasattr(dataset, "__getitem__") or not len(dataset):
+        raise ValueError(f"`anchor_dataset` must have rows and random access, got {type(dataset).__name__}.")
+    if training is not None:
+        check_apart(dataset, training)
+    found, stated = fingerprint(dataset), config.anchors.dataset_fingerprint
+    if stated not in (None, found):
+        raise ValueError(f"`dataset_fingerprint` must be that of `anchor_dataset`, {found}, got {stated}.")
+    info = getattr(dataset, "info", None)
+    name = getattr(info, "dataset_name", None) or getattr(info, "builder_name", None)
+    anchors = replace(config.anchors, dataset_name=config.anchors.dataset_name or name, dataset_fingerprint=found)
+    return replace(config, anchors=anchors)
+
+
+def with_books(method: Method, trainer: Trainer) -> Method:
+    """Let GEP read the trainer's public records, in its own micro-batches; any other method stays as it is."""
+    if not isinstance(method, Anchors):
+        return method
+    config, args, dataset, collator = trainer.dp_config, trainer.args, trainer.anchor_dataset, trainer.data_collator
+    if isinstance(dataset, Dataset):
+        dataset = trainer._remove_unused_columns(dataset, description="anchor")
+    else:
+        collator = trainer._get_collator_with_removed_columns(collator, description="anchor")
+    data = AnchorData(
+        dataset,
+        collator,
+        trainer.model,
+        num_anchors=config.anchors.num_anchors,
+        max_rows=args.per_device_train_batch_size,
+        max_tokens=config.micro_batch_tokens,
+        seed=args.seed,
+    )
+    loss = PerSampleLoss(trainer.model, trainer.per_sample_loss, args.label_smoothing_factor)
+    method.books = AnchorBooks(trainer.model, loss, lambda step: map(trainer._prepare_inputs, data(step)), args.seed)
+    return method
 
 
 def fingerprint(dataset: Any) -> str:
@@ -107,8 +158,6 @@ class AnchorData:
     ) -> None:
         self.dataset, self.collator, self.model, self.seed = dataset, collator, model, seed
         self.num_anchors, self.max_rows, self.max_tokens = num_anchors, max_rows, max_tokens
-        if not hasattr(dataset, "__getitem__") or not len(dataset):
-            raise ValueError(f"`anchor_dataset` must have rows and random access, got {type(dataset).__name__}.")
 
     def __call__(self, step: int) -> Iterator[dict[str, Any]]:
         """Collated micro-batches of public records; the same for the same step."""

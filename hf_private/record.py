@@ -175,6 +175,8 @@ def caveats(record: dict[str, Any]) -> list[str]:
         found.append("The noise came from a generator that is not cryptographic.")
     if any(run.get("disjoint_data") for run in runs):
         found.append("It was stated, and not checked, that the base model was privately trained on other records.")
+    if record["settings"].get("anchors"):
+        found.append("That the data of GEP's subspace is public was stated; only shared rows were looked for.")
     if (record.get("evaluation") or {}).get("chooses_model"):
         found.append("The checkpoint was chosen by metrics on the evaluation data, which is not covered.")
     return found
@@ -197,7 +199,8 @@ def method_name(settings: dict[str, Any], peft: str | None = None) -> str:
         return f"RGP: low-rank gradient carriers (r={rank}{source})"
     if anchors:
         name = "GEP" if anchors.get("residual", True) else "B-GEP"
-        return f"{name}: gradients embedded in a subspace of public data (k={anchors.get('k')})"
+        known = f"`{anchors.get('dataset_name') or 'not named'}`, fingerprint {anchors.get('dataset_fingerprint')}"
+        return f"{name}: gradients embedded in a subspace of public data (k={anchors.get('k')}; data: {known})"
     full = "DP-SGD with book-keeping (BK)"
     return f"{full} on a {'LoRA' if peft == 'LORA' else peft} adapter" if peft else f"{full} on every trainable weight"
 

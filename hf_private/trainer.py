@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from . import __version__
 from .accounting import EpsilonReport
+from .anchor_data import anchored, with_books
 from .bookkeeping import trainable
 from .callbacks import PrivacyCallback
 from .checkpoint import LEDGER, Spending, base_record, last_checkpoint
@@ -115,6 +116,7 @@ class DPTrainer(PublishingTrainer):
         self._keys: Keys | None = None
         self._mechanism: Mechanism | None = None
         super().__init__(model, _own(args), *rest, **kwargs)
+        self.dp_config = anchored(dp_config, anchor_dataset, self.train_dataset)
         self.privacy_callback = PrivacyCallback(self.spending)
         self.callback_handler.callbacks.insert(0, self.privacy_callback)  # before the reporters, who then see epsilon
 
@@ -232,7 +234,7 @@ class DPTrainer(PublishingTrainer):
 
     def create_method(self) -> Method:
         """The gradient method that `dp_config` asks for. Override it to train with one of your own."""
-        return resolve_method(self.dp_config, self.model, seed=self.args.seed)
+        return with_books(resolve_method(self.dp_config, self.model, seed=self.args.seed), self)
 
     def _attach(self, method: Method, sample_rate: float, steps: int) -> None:
         """Check the model, fix the noise and the number of steps that may be taken, and build the mechanism."""

@@ -142,6 +142,7 @@ PARTS = (
     "per_sample_loss",
     "compute_metrics",
     "model_init",
+    "anchor_dataset",
 )
 
 

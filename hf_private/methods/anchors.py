@@ -26,7 +26,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..persample import Dense, Outer, PerSample, Rows, Tied, weighted_sum, widen
+from ..persample import Dense, Outer, PerSample, Rows, Tied, sq_norms, weighted_sum, widen
 from .full import Factors, Method
 
 # Slack s of the residual's norm^2, which is taken as |g|^2 - |w|^2 + s|g|^2. It covers rounding, which is relative to
@@ -58,7 +58,7 @@ def formed(value: PerSample, at_most: int) -> Iterator[Tensor]:
     """The gradients themselves (n, p), `at_most` records at a time."""
     if isinstance(value, Outer):
         for left, right in zip(value.left.split(at_most), value.right.split(at_most), strict=True):
-            yield Outer(left, right, None, value.shape).dense().flatten(1)
+            yield torch.bmm(widen(left).transpose(1, 2), widen(right)).flatten(1)
     else:
         yield from value.dense().flatten(1).split(at_most)
 
@@ -198,7 +198,8 @@ class Anchors(Method):
         if not self.residual:
             return sums
 
-        sq_norm = sum(records[name].sq_norm().double() for name in self.parameters if name in records)
+        values = {name: value for name, value in records.items() if name in self.parameters}
+        sq_norm = sum(value.double() for value in sq_norms(values).values())
         sq_residual = (sq_norm - sq_embedding).clamp_min(0) + self.slack * sq_norm
         second = replace(clipping, clip_norm=self._second_clip_norm(clipping.clip_norm))
         factor = second.factors({"r": sq_residual.to(dtype)})["r"]
