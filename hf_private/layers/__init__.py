@@ -64,7 +64,7 @@ class _Redirect(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Site:
-    """A module with trainable parameters of its own: which of its methods is replaced while the book is open, and how."""
+    """A module with trainable parameters of its own: which of its methods is replaced while the book is open."""
 
     path: str
     module: nn.Module
@@ -76,7 +76,7 @@ class Site:
         return "compute_bias" if self.kind == "relative bias" else "forward"
 
     def wrap(self, tap: Tap) -> Callable:
-        """The replacement of `module.<attribute>`; only parameters that the rules cannot see by function are copied."""
+        """The replacement of `module.<attribute>`."""
         original = getattr(self.module, self.attribute)
         run = {"copies": run_with_copies, "each record": run_each, "relative bias": relative_bias}.get(self.kind)
 

@@ -1,7 +1,6 @@
 """Linear layers: `F.linear` (weight out x in) and the addmm of Hugging Face's Conv1D (weight in x out)."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..persample import Dense, Outer, widen
@@ -16,9 +15,11 @@ class _Linear(torch.autograd.Function):
         ctx.tap, ctx.names, ctx.in_first, ctx.dtype = tap, names, in_first, x.dtype
         # A bias alone (BiTFiT) needs no input.
         ctx.save_for_backward(x if names[0] else None, weight)
-        if in_first:
-            return x @ weight if bias is None else torch.addmm(bias, x, weight)
-        return F.linear(x, weight, bias)
+        weight = weight if in_first else weight.t()
+        flat = x.reshape(-1, x.shape[-1])
+        y = torch.mm(flat, weight) if bias is None else torch.addmm(bias, flat, weight)
+        # What a Function returns as a view may not be changed in place, which some models do with their queries.
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
     def backward(ctx, ds: Tensor) -> tuple:

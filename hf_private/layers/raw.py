@@ -95,7 +95,7 @@ def run_each(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def relative_bias(tap: Tap, compute_bias: Callable, args: tuple, kwargs: dict) -> Tensor:
-    """T5's bias table has no batch axis at all: give each record its own, (N, heads, query, key) instead of (1, ...)."""
+    """T5's bias has no batch axis at all: give each record its own, (N, heads, query, key) instead of (1, ...)."""
     if tap.lone:
         return compute_bias(*args, **kwargs)
 
