@@ -315,9 +315,8 @@ class PrivacyLedger:
             _line(self.head, "torn") if self.length else _line("", "ledger", version=VERSION, id=secrets.token_hex(16))
         )
         with FileIO(self.path, "r+") as file:  # not O_APPEND, which ignores offsets
-            file.truncate(
-                length + 1
-            )  # one byte stays: whenever this stops, the file ends in something that is charged
+            # one byte stays: whenever this is stopped, the file ends in something that is charged
+            file.truncate(length + 1)
             os.fsync(file.fileno())
             os.pwrite(file.fileno(), line, length)
             os.fsync(file.fileno())

@@ -328,6 +328,13 @@ def test_prefix_and_fork(path: Path, tmp_path: Path) -> None:
         with pytest.raises(LedgerError, match="different histories.*Resume from a checkpoint"):
             ledger.reconcile(copy)
         assert steps(ledger) == {(2.0,): 2}
+    twin = tmp_path / "twin.jsonl"
+    twin.write_bytes(copy.read_bytes())
+    with PrivacyLedger(copy) as left, PrivacyLedger(twin) as right:
+        left.charge(CHEAP)
+        right.charge(CHEAP)
+        right.charge(CHEAP)
+        assert not left.prefix_of(right) and not right.prefix_of(left)
     # and so are two fresh ledgers
     with PrivacyLedger(tmp_path / "a") as a, PrivacyLedger(tmp_path / "b") as b:
         assert not a.prefix_of(b)
