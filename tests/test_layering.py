@@ -22,7 +22,7 @@ ROOMS = {
     },
     6: {"callbacks", "publishing"},
     7: {"trainer"},
-    8: {"commands", "cli", "audit"},
+    8: {"commands", "cli", "audit", "audit_canaries", "audit_mia", "audit_step"},
 }
 FLOOR = {room: floor for floor, rooms in ROOMS.items() for room in rooms}
 

@@ -7,6 +7,6 @@ module in `COMMANDS`.
 
 from types import ModuleType
 
-from hf_private.commands import calibrate, card, compose, demo, doctor, verify
+from hf_private.commands import audit, calibrate, card, compose, demo, doctor, verify
 
-COMMANDS: tuple[ModuleType, ...] = (demo, calibrate, doctor, verify, card, compose)
+COMMANDS: tuple[ModuleType, ...] = (demo, calibrate, doctor, verify, card, compose, audit)

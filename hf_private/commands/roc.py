@@ -1,0 +1,30 @@
+"""The picture of an attack: true against false positives, on axes that show the small rates, which matter most."""
+
+from pathlib import Path
+
+import numpy as np
+
+Rates = tuple[np.ndarray, np.ndarray]  # false positives, true positives
+
+
+def draw(path: Path, curves: dict[str, Rates]) -> bool:
+    """Write the picture; False if matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 4), layout="constrained")
+    for axis, scale, start in zip(axes, ("linear", "log"), (0.0, 1e-3), strict=True):
+        line = np.linspace(start, 1, 200)
+        axis.plot(line, line, color="gray", linestyle="--", linewidth=1, label="guessing")
+        for name, (false, true) in curves.items():
+            axis.step(np.clip(false, start, 1), np.clip(true, start, 1), where="post", label=name)
+        axis.set(xscale=scale, yscale=scale, xlim=(start, 1), ylim=(start, 1.02), xlabel="false positive rate")
+        axis.set(ylabel="true positive rate")
+    axes[0].legend(loc="lower right")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return True
