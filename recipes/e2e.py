@@ -9,8 +9,9 @@
 
 A record is a meaning representation and one text that says it; the loss counts the text only. Scores: perplexity per
 token of all dev texts, then texts by beam search for each different meaning, against all its references: BLEU,
-ROUGE-L, NIST, CIDEr (and METEOR where WordNet is installed). The output folder gets the model, its card, results.json,
-and generated.jsonl to look at. Generation runs on the first process and needs the whole model there (DDP yes, FSDP no).
+ROUGE-L, NIST, CIDEr (and METEOR where WordNet is installed). The output folder gets the model, its card,
+results.json, and generated.jsonl to look at. Generation runs on the first process and needs the whole model there
+(DDP yes, FSDP no).
 """
 
 import json

@@ -12,7 +12,8 @@
         --carriers '{"r": 4, "sparsity": 0.5}' --learning_rate 2e-3 --output_dir runs/sst2_lsg
 
 Methods: np (not private), bk, lora, rgp, rgp-random, lsg, sparse, powersgd, gep, b-gep. Data: local files
-(`--data_dir` or HF_PRIVATE_DATA, see recipes/data.py) or the Hub. The output folder gets the model, its card, and results.json.
+(`--data_dir` or HF_PRIVATE_DATA, see recipes/data.py) or the Hub. The output folder gets the model, its card, and
+results.json.
 """
 
 from dataclasses import dataclass, field
@@ -83,6 +84,8 @@ def load_model(options: GlueOptions, seed: int) -> tuple[PreTrainedModel, PreTra
         config.hidden_dropout_prob = config.attention_probs_dropout_prob = options.dropout
     set_seed(seed)
     model = AutoModelForSequenceClassification.from_pretrained(path, config=config)
+    if options.model_name_or_path == "minilm":
+        model.config._name_or_path = "sentence-transformers/all-MiniLM-L6-v2"  # for the card, not a local path
     return with_method(model, options, task_type="SEQ_CLS"), tokenizer
 
 

@@ -79,7 +79,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = HfArgumentParser((PretrainOptions, TrainingArguments), description=__doc__.splitlines()[0])
     parser.set_defaults(
         output_dir="runs/gpt2_tiny", max_steps=600, per_device_train_batch_size=16, learning_rate=2e-3,
-        warmup_steps=50, lr_scheduler_type="cosine", weight_decay=0.1, logging_steps=50, save_strategy="no", report_to=["none"],
+        warmup_steps=50, lr_scheduler_type="cosine", weight_decay=0.1, logging_steps=50, save_strategy="no",
+        report_to=["none"],
     )  # fmt: skip
     options, args = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
     documentation, sentences = python_documentation(), public_sentences(options.sentences)

@@ -59,8 +59,8 @@ def public_sentences(count: int, seed: int = 0) -> list[str]:
         dish, dish2 = draw.sample(DISHES, 2)
         text = draw.choice(TEMPLATES).format(
             name=f"{draw.choice(('', 'The '))}{draw.choice(NAMES)}", kind=draw.choice(KINDS),
-            style=draw.choice(STYLES), place=draw.choice(PLACES), price=draw.choice(PRICES), praise=draw.choice(PRAISE),
-            day=draw.choice(DAYS), guests=draw.choice(GUESTS), dish=dish, dish2=dish2,
+            style=draw.choice(STYLES), place=draw.choice(PLACES), price=draw.choice(PRICES),
+            praise=draw.choice(PRAISE), day=draw.choice(DAYS), guests=draw.choice(GUESTS), dish=dish, dish2=dish2,
         )  # fmt: skip
         made.append(text[0].upper() + text[1:])
     return made

@@ -12,8 +12,8 @@
     accelerate launch recipes/vision.py --config recipes/configs/cifar10_vit.yaml --output_dir runs/cifar10_vit
 
 Data: digits come with scikit-learn; CIFAR-10 and SVHN from the Hub, or from train.npz and test.npz (`images` uint8 of
-shape (n, H, W) or (n, H, W, C), and `labels`) in `--data_dir` or HF_PRIVATE_DATA. The output folder gets the model, its
-card, and results.json. GEP takes its anchors from `--anchor_data file.npz`, for digits from numerals drawn with a font.
+shape (n, H, W) or (n, H, W, C), and `labels`) in `--data_dir` or HF_PRIVATE_DATA. The output folder gets the model,
+its card, and results.json. GEP takes anchors from `--anchor_data file.npz`, for digits from numerals in a font.
 """
 
 import os
@@ -117,7 +117,7 @@ def load_arrays(task: str, split: str, data_dir: str | None) -> tuple[np.ndarray
     except Exception as error:
         raise FileNotFoundError(
             f"No {split} data for {task}: no {split}.npz in {folder or '`--data_dir` (not given)'}, and the Hub cannot"
-            f" be reached ({type(error).__name__}). Give `--data_dir FOLDER`, or use --task digits, which needs neither."
+            f" be reached ({type(error).__name__}). Give `--data_dir FOLDER`, or take --task digits, which needs none."
         ) from error
     return np.stack([np.asarray(image) for image in records[TASKS[task].image]]), np.array(records[TASKS[task].label])
 

@@ -1,0 +1,242 @@
+"""Run a table, methods x epsilon x seeds, one recipe at a time; stop it whenever you like, the next start goes on.
+
+    python recipes/sweep.py --config recipes/configs/sweep_sst2.yaml              # runs what is missing
+    python recipes/sweep.py --config recipes/configs/sweep_sst2.yaml --dry_run    # shows the cells and which are done
+
+First the learning rate: every method gets the same number of short runs on records held out of the training data, with
+the noise of the full run. Then the table, with each method's best. After every cell, <results>.json and <results>.md
+(mean and standard deviation over seeds) and <results>.png (score over epsilon) are written anew.
+
+A cell that was interrupted begins anew, and its folder is emptied, ledger included. That is right for research on
+public data. On private data every run counts, also those of the search: add them up with `hf-private compose`.
+"""
+
+import argparse
+import itertools
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+HERE = Path(__file__).parent
+
+
+@dataclass
+class Cell:
+    """One run of the recipe: its name is its folder."""
+
+    name: str
+    method: str
+    settings: dict[str, Any]
+    epsilon: float | None = None
+    seed: int = 0
+    result: dict[str, Any] | None = field(default=None, repr=False)
+
+
+class Sweep:
+    """What a file asks for, and where its cells lie."""
+
+    def __init__(self, path: str) -> None:
+        self.plan = yaml.safe_load(Path(path).read_text())
+        self.runs, self.results = Path(self.plan["runs"]), Path(self.plan["results"])
+        self.metrics: list[str] = self.plan["metrics"]  # the first one decides
+        self.best = {"max": max, "min": min}[self.plan.get("choose", "max")]
+
+    def tuning(self) -> list[Cell]:
+        """Short runs, one for each method and learning rate."""
+        tune = self.plan.get("tune")
+        if not tune:
+            return []
+        methods = dict.fromkeys(method for row in self.plan["table"] for method in row["methods"])
+        rates = {method: tune["by_method"].get(method, tune["learning_rates"]) for method in methods}
+        return [
+            Cell(f"tune_{method}_{rate:g}", method, tune["settings"] | {"learning_rate": rate})
+            for method in methods
+            for rate in map(float, rates[method])
+        ]
+
+    def table(self, tuned: list[Cell]) -> list[Cell]:
+        """The cells of the table, each with its method's best learning rate."""
+        rates = {method: cell.settings["learning_rate"] for method, cell in self.chosen(tuned).items()}
+        cells = []
+        for row in self.plan["table"]:
+            for method, epsilon, seed in itertools.product(row["methods"], row["epsilons"], row["seeds"]):
+                budget = {} if epsilon is None else {"target_epsilon": float(epsilon)}
+                rate = {"learning_rate": rates[method]} if method in rates else {}
+                name = f"{method}_eps{epsilon:g}_seed{seed}" if epsilon else f"{method}_seed{seed}"
+                cells.append(Cell(name, method, budget | rate | {"seed": seed}, epsilon, seed))
+        return cells
+
+    def chosen(self, tuned: list[Cell]) -> dict[str, Cell]:
+        """Each method's best short run, of those that are done."""
+        by_method: dict[str, list[Cell]] = {}
+        for cell in tuned:
+            if cell.result:
+                by_method.setdefault(cell.method, []).append(cell)
+        return {method: self.best(cells, key=self.score) for method, cells in by_method.items()}
+
+    def score(self, cell: Cell) -> float:
+        return cell.result["metrics"][self.metrics[0]]
+
+    def load(self, cells: list[Cell]) -> list[Cell]:
+        """Look up which cells are done; returns the others."""
+        for cell in cells:
+            file = self.runs / cell.name / "results.json"
+            same = self.runs / cell.name / "cell.json"
+            if file.is_file() and same.is_file() and json.loads(same.read_text()) == self.asked(cell):
+                cell.result = json.loads(file.read_text())
+        return [cell for cell in cells if cell.result is None]
+
+    def asked(self, cell: Cell) -> dict[str, Any]:
+        """All settings of a cell; a cell that was done with others counts as not done."""
+        return {"config": self.plan["config"], **self.plan.get("settings", {}), **cell.settings, "method": cell.method}
+
+    def command(self, cell: Cell) -> list[str]:
+        settings = self.asked(cell) | {"output_dir": str(self.runs / cell.name)}
+        flags = [
+            (f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value))
+            for name, value in settings.items()
+        ]
+        return [sys.executable, str(HERE / self.plan["recipe"]), *itertools.chain(*flags)]
+
+    def run(self, cell: Cell, progress: str) -> bool:
+        """Run one cell in a process of its own; its output goes to log.txt in its folder."""
+        folder = self.runs / cell.name
+        if folder.exists():
+            if not (folder / "cell.json").is_file():
+                raise FileExistsError(f"{folder} is not of this sweep. Choose another `runs` folder.")
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        (folder / "cell.json").write_text(json.dumps(self.asked(cell), indent=2) + "\n")
+        print(f"[{progress}] {cell.name} ...", end=" ", flush=True)
+        start = time.perf_counter()
+        with open(folder / "log.txt", "w") as log:
+            code = subprocess.run(self.command(cell), stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+        minutes = (time.perf_counter() - start) / 60
+        self.load([cell])
+        for weights in folder.glob("*.safetensors") if not self.plan.get("keep_models", False) else ():
+            weights.unlink()  # the scores and the privacy record stay
+        if code or cell.result is None:
+            print(f"FAILED, see {folder / 'log.txt'}")
+            return False
+        print(f"{self.metrics[0]} {self.score(cell):.4f} in {minutes:.1f} min")
+        return True
+
+    # ---- results
+
+    def write(self, tuned: list[Cell], table: list[Cell]) -> None:
+        """Results so far as JSON, Markdown and a plot."""
+        rows = summary([cell for cell in table if cell.result], self.metrics)
+        chosen = {method: cell.settings["learning_rate"] for method, cell in self.chosen(tuned).items()}
+        trials = [
+            {"method": c.method, "learning_rate": c.settings["learning_rate"], "score": self.score(c)}
+            for c in tuned
+            if c.result
+        ]
+        self.results.parent.mkdir(parents=True, exist_ok=True)
+        cells = [{"name": c.name, "asked": self.asked(c), **c.result} for c in table if c.result]
+        content = {"rows": rows, "learning_rates": chosen, "tuning": trials, "cells": cells}
+        self.results.with_suffix(".json").write_text(json.dumps(content, indent=2) + "\n")
+        self.results.with_suffix(".md").write_text(self.markdown(rows, trials, len(table)))
+        if rows:
+            self.plot(rows)
+
+    def markdown(self, rows: list[dict], trials: list[dict], asked: int) -> str:
+        names = [metric.removeprefix("eval_").replace("_", " ") for metric in self.metrics]
+        lines = [
+            f"# {self.plan['title']}", "", self.plan.get("note", "").strip(), "",
+            f"{sum(row['seeds'] for row in rows)} of {asked} runs are done. Mean ± standard deviation over seeds.", "",
+            f"| method | epsilon | {' | '.join(names)} | seeds | learning rate | train minutes |",
+            f"| --- | --- |{' --- |' * len(names)} --- | --- | --- |",
+        ]  # fmt: skip
+        for row in rows:
+            scores = " | ".join(shown(row[metric]) for metric in self.metrics)
+            epsilon = "not private" if row["epsilon"] is None else f"{row['epsilon']:g}"
+            tail = f"{row['seeds']} | {row['learning_rate']:g} | {row['minutes']:.1f}"
+            lines.append(f"| {row['method']} | {epsilon} | {scores} | {tail} |")
+        if trials:
+            lines += ["", f"Learning rates tried ({names[0]} on held-out training records):", ""]
+            for method, group in itertools.groupby(trials, key=lambda trial: trial["method"]):
+                tried = ", ".join(f"{trial['learning_rate']:g}: {trial['score']:.4f}" for trial in group)
+                lines.append(f"- {method}: {tried}")
+        return "\n".join(lines) + "\n"
+
+    def plot(self, rows: list[dict]) -> None:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        figure, axes = pyplot.subplots(figsize=(6, 4))
+        for method in dict.fromkeys(row["method"] for row in rows):
+            points = sorted((row for row in rows if row["method"] == method), key=lambda row: row["epsilon"] or 0)
+            means, spread = zip(*(row[self.metrics[0]] for row in points), strict=True)
+            if points[0]["epsilon"] is None:
+                axes.axhline(means[0], linestyle="--", color="gray", label=f"{method} (not private)")
+            else:
+                axes.errorbar([row["epsilon"] for row in points], means, spread, marker="o", capsize=3, label=method)
+        axes.set(xlabel="epsilon", ylabel=self.metrics[0].removeprefix("eval_"), title=self.plan["title"])
+        axes.legend(fontsize="small")
+        figure.tight_layout()
+        figure.savefig(self.results.with_suffix(".png"), dpi=150)
+        pyplot.close(figure)
+
+
+def summary(cells: list[Cell], metrics: list[str]) -> list[dict[str, Any]]:
+    """One row for each method and epsilon: (mean, deviation) of every metric over the seeds."""
+    groups: dict[tuple, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.method, cell.epsilon), []).append(cell)
+    rows = []
+    for (method, epsilon), group in groups.items():
+        row = {"method": method, "epsilon": epsilon, "seeds": len(group)}
+        row["learning_rate"] = group[0].result["learning_rate"]
+        row["minutes"] = statistics.mean(cell.result["train_seconds"] for cell in group) / 60
+        for metric in metrics:
+            values = [cell.result["metrics"][metric] for cell in group]
+            row[metric] = (statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
+        rows.append(row)
+    return rows
+
+
+def shown(value: tuple[float, float]) -> str:
+    mean, deviation = value
+    return f"{mean:.4f} ± {deviation:.4f}" if deviation else f"{mean:.4f}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="YAML file of the sweep")
+    parser.add_argument("--dry_run", action="store_true", help="only show the cells and their commands")
+    options = parser.parse_args(argv)
+    sweep, failed = Sweep(options.config), []
+    tuned = sweep.tuning()
+    for stage in ("tuning", "table"):
+        cells = tuned if stage == "tuning" else sweep.table(tuned)
+        missing = sweep.load(cells)
+        print(f"{stage}: {len(cells) - len(missing)} of {len(cells)} runs are done.")
+        for index, cell in enumerate(missing):
+            if options.dry_run:
+                print(" ", " ".join(sweep.command(cell)))
+                continue
+            failed += (
+                [] if sweep.run(cell, f"{stage} {len(cells) - len(missing) + index + 1}/{len(cells)}") else [cell.name]
+            )
+            sweep.write(tuned, cells if stage == "table" else [])
+    table = sweep.table(tuned)
+    sweep.load(table)
+    if not options.dry_run:
+        sweep.write(tuned, table)
+        print(f"{sweep.results.with_suffix('.md')}" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
