@@ -1,7 +1,7 @@
 """Membership inference on a saved model: its loss on records that it was trained on, and on others.
 
-The attacker calls a record a member if its loss is low (Sablayrolles et al. 2019). That is the average case: a rate near
-one half is weak evidence of privacy, one far above is strong evidence against it.
+The attacker calls a record a member if its loss is low (Sablayrolles et al. 2019). That is the average case: a rate
+near one half is weak evidence of privacy, one far above is strong evidence against it.
 """
 
 import csv
@@ -37,7 +37,7 @@ def read_records(path: str | Path) -> list[Record]:
         text, pair, label = (next((row[name] for name in names if name in row), None) for names in (TEXT, PAIR, LABEL))
         if not isinstance(text, str):
             raise ValueError(
-                f"{str(path)!r} must have a column `text` (or `sentence`), got {sorted(map(str, row))} in record {number}."
+                f"{str(path)!r} must have a column `text`, got {sorted(map(str, row))} in record {number}."
             )
         records.append(Record(text, pair, None if label is None else str(label)))
     return records

@@ -2,11 +2,11 @@
 
 The mechanism runs on a batch, and again without each of its records in turn, with the same randomness. What the sums
 before the noise differ by is the influence of that record. The accountant's premise is that noise of multiplier sigma
-has sigma times that, for every record; where two records meet (in the loss, in a batch statistic, in the padding that a
-collator adds) it fails, and no amount of noise is the right one.
+has sigma times that, for every record; where two records meet (in the loss, in a batch statistic, in the padding that
+a collator adds) it fails, and no amount of noise is the right one.
 
-Dropout is off: its masks would differ between batches of different size. What is shown is about the records at hand, as
-any test; the guarantee for all others rests on the engine.
+Dropout is off: its masks would differ between batches of different size. What is shown is about the records at hand,
+as in any test; the guarantee for all others rests on the engine.
 """
 
 import random
@@ -171,7 +171,7 @@ class _Step:
         return self.witness.sums
 
     def distance(self, release: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-        """Distance in standard deviations of noise of multiplier 1, over all blocks: 1 is what the accountant assumes."""
+        """Distance in standard deviations of noise of multiplier 1, over all blocks: 1 is what is accounted."""
         parts = [(release[b] - other[b]).double().norm() / std for b, std in self.witness.stds.items()]
         return torch.stack(parts).norm().item()
 

@@ -205,8 +205,8 @@ def _step(args: argparse.Namespace) -> int:
     print(f"the noise covers: {report.clip_norm:g}")
     for i, j, change in report.coupled[:5]:
         print(f"coupled: record {j}'s gradient changes by {change:.1%} when record {i} is taken away")
-    if more := len(report.coupled) - 5 > 0:
-        print(f"... and {len(report.coupled) - 5} more pairs" if more else "")
+    if len(report.coupled) > 5:
+        print(f"... and {len(report.coupled) - 5} more pairs")
     for entry in report.uncovered:
         print(f"uncovered: {entry.name}: {entry.note}")
     if report.random_collator:

@@ -1,0 +1,466 @@
+"""The bugs: most were found in other libraries, the rest are easily made. A patch is (old text, new text)."""
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """A bug, the file of the package it is put into, its patches, and a test of `make test` that must then fail."""
+
+    name: str
+    file: str
+    patches: tuple[tuple[str, str], ...]
+    test: str
+
+
+MUTANTS = (
+    # ---- clipping and sums
+    Mutant(
+        "mean instead of sum of the losses",
+        "bookkeeping.py",
+        (("losses.sum().backward()", "losses.mean().backward()"),),
+        "tests/test_mechanism.py::test_without_noise_the_step_is_the_papers_formula[bert]",
+    ),
+    Mutant(
+        "clip after averaging: one factor for the whole batch",
+        "methods/full.py",
+        (
+            (
+                "factors = clipping.factors(sq_norms(records), self.blocks)",
+                "means = {b: s.mean().expand_as(s) for b, s in sq_norms(records).items()}\n"
+                "        factors = clipping.factors(means, self.blocks)",
+            ),
+        ),
+        "tests/test_mechanism.py::test_without_noise_the_step_is_the_papers_formula[bert]",
+    ),
+    Mutant(
+        "no clipping at all",
+        "methods/full.py",
+        (("partial(weighted_sum, value, factors[block])", "partial(weighted_sum, value, factors[block] * 0 + 1)"),),
+        "tests/test_mechanism.py::test_one_record_moves_the_release_by_at_most_the_clip_norm[bert-flat]",
+    ),
+    Mutant(
+        "tied weight without its cross term",
+        "persample.py",
+        (("exact = outer + rows + 2 * self.outer.inner(self.rows)", "exact = outer + rows"),),
+        "tests/test_bookkeeping.py::test_tied_weights_need_their_cross_term",
+    ),
+    Mutant(
+        "the last use of a weight overwrites those before (tied weights, shared layers)",
+        "bookkeeping.py",
+        (("self._records[block] + part if block in self._records else part", "part"),),
+        "tests/test_bookkeeping.py::test_tied_weights_need_their_cross_term",
+    ),
+    Mutant(
+        "a token that occurs twice in a record is squared twice instead of added up",
+        "persample.py",
+        (
+            (
+                "return ds.new_zeros(records).index_add_(0, unique // self.shape[0], rows.square().sum(1))",
+                "return widen(self.ds).square().sum((1, 2))",
+            ),
+        ),
+        "tests/test_persample.py::test_norms_and_sums_are_those_of_the_formed_gradients",
+    ),
+    Mutant(
+        "norms in half precision",
+        "persample.py",
+        (("return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x", "return x"),),
+        "tests/test_persample.py::test_half_precision_is_widened_before_norms_and_sums",
+    ),
+    Mutant(
+        "a Gram norm that may round down to nothing",
+        "persample.py",
+        (
+            (
+                "return exact.clamp_min(0) + bound * (ROUNDING_UNITS * torch.finfo(exact.dtype).eps)",
+                "return exact.clamp_min(0)",
+            ),
+        ),
+        "tests/test_persample.py::test_the_gram_form_never_rounds_a_cancelling_norm_down",
+    ),
+    Mutant(
+        "a NaN record reaches the release",
+        "clipping.py",
+        (
+            (
+                "factor = self._factor(total, self.clip_norm).where(finite, 0)",
+                "factor = self._factor(total, self.clip_norm)",
+            ),
+        ),
+        "tests/test_mechanism.py::test_a_nan_record_does_not_reach_the_release",
+    ),
+    Mutant(
+        "per-layer clipping gives every layer the whole clip norm",
+        "clipping.py",
+        (("share = self.clip_norm / math.sqrt(len(layers))", "share = self.clip_norm"),),
+        "tests/test_clipping.py::test_per_layer_clipping_shares_the_norm_over_all_layers_reached_or_not",
+    ),
+    Mutant(
+        "only the last micro-batch counts (a zero_grad inside backward)",
+        "mechanism.py",
+        (("sums[block].add_(value) if block in sums else value", "value"),),
+        "tests/test_mechanism.py::test_micro_batches_change_the_speed_only[1-flat]",
+    ),
+    Mutant(
+        "a parameter that no rule covers is trained on autograd's gradient of all records",
+        "bookkeeping.py",
+        (("if reached and self.batch_size > 1:", "if False:"),),
+        "tests/test_bookkeeping.py::test_an_uncovered_use_is_an_error_by_name_and_exact_in_a_batch_of_one",
+    ),
+    # ---- records that meet
+    Mutant(
+        "loss averaged over the padded length, which the longest neighbour decides",
+        "losses.py",
+        (("/ (labels != IGNORE_INDEX).sum(-1).clamp(min=1)", "/ labels.shape[-1]"),),
+        "tests/test_losses.py::test_padding_changes_nothing[causal]",
+    ),
+    Mutant(
+        "loss averaged over all tokens of the batch, as Transformers does",
+        "losses.py",
+        (("/ (labels != IGNORE_INDEX).sum(-1).clamp(min=1)", "/ (labels != IGNORE_INDEX).sum().clamp(min=1)"),),
+        "tests/test_losses.py::test_a_neighbour_changes_nothing[causal]",
+    ),
+    Mutant(
+        "left padding is let in",
+        "losses.py",
+        (("if bool((real[..., 1:] & ~real[..., :-1]).any()):", "if False:"),),
+        "tests/test_losses.py::test_batches_that_are_refused",
+    ),
+    Mutant(
+        "batch statistics are let in (BatchNorm)",
+        "layers/__init__.py",
+        (("if isinstance(module, _BatchNorm) and", "if False and"),),
+        "tests/test_bookkeeping.py::test_modules_that_mix_records_are_refused_with_path_and_remedy",
+    ),
+    # ---- noise
+    Mutant(
+        "noise before the sum over ranks, on every rank",
+        "mechanism.py",
+        (
+            (
+                "        self.ranks.add_up({block: sums[block] for block in sums if block not in self.shards.rows})\n",
+                "",
+            ),
+            (
+                "        for block in sums.values():\n            block.div_(",
+                "        self.ranks.add_up({block: sums[block] for block in sums if block not in self.shards.rows})\n"
+                "        for block in sums.values():\n            block.div_(",
+            ),
+        ),
+        "tests/test_field_bugs.py::test_noise_comes_after_the_sum_over_ranks",
+    ),
+    Mutant(
+        "noise scaled down by the batch size a second time",
+        "mechanism.py",
+        (
+            (
+                "self.method.stds(self.noise_multiplier, self.clipping.clip_norm)",
+                "self.method.stds(self.noise_multiplier / self.expected_batch_size, self.clipping.clip_norm)",
+            ),
+        ),
+        "tests/test_mechanism.py::test_an_empty_draw_is_paid_for_and_releases_noise_of_the_right_scale",
+    ),
+    Mutant(
+        "noise of standard deviation sigma, whatever the clip norm",
+        "methods/full.py",
+        (("std = noise_multiplier * clip_norm if noise_multiplier else 0.0", "std = noise_multiplier"),),
+        "tests/test_mechanism.py::test_an_empty_draw_is_paid_for_and_releases_noise_of_the_right_scale",
+    ),
+    Mutant(
+        "divided by the realised batch size, which is private",
+        "mechanism.py",
+        (
+            (
+                "book.backward(losses)",
+                "book.backward(losses)\n                self.seen = getattr(self, 'seen', 0) + len(losses)",
+            ),
+            ("block.div_(self.expected_batch_size)", "block.div_(max(1, self.__dict__.get('seen', 0)))"),
+        ),
+        "tests/test_mechanism.py::test_the_sum_is_divided_by_the_expected_size_not_the_realised_one",
+    ),
+    Mutant(
+        "no noise on parameters that no record reached",
+        "methods/full.py",
+        (
+            (
+                "self.blocks: dict[str, torch.Size] = {name: p.shape for name, p in parameters.items()}",
+                "self.blocks: dict[str, torch.Size] = {n: p.shape for n, p in parameters.items() if 'unu' not in n}",
+            ),
+        ),
+        "tests/test_mechanism.py::test_unreached_parameters_are_noised_too",
+    ),
+    Mutant(
+        "the noise of a step is that of every other",
+        "noise.py",
+        (('self._key.stream("noise", step, name)', 'self._key.stream("noise", 0, name)'),),
+        "tests/test_noise.py::test_steps_names_and_keys_are_independent",
+    ),
+    Mutant(
+        "a step's noise may be drawn twice",
+        "noise.py",
+        (("if step <= self._last_step:", "if False:"),),
+        "tests/test_noise.py::test_a_step_is_used_once_and_steps_increase",
+    ),
+    Mutant(
+        "noise rounded to bfloat16 before it is added",
+        "noise.py",
+        (
+            (
+                ".view(piece.shape)\n                piece.copy_(noise.add_(piece))",
+                ".view(piece.shape)\n                piece.add_(noise.to(piece.dtype))",
+            ),
+        ),
+        "tests/test_noise.py::test_bfloat16_is_the_float64_sum_rounded_once",
+    ),
+    Mutant(
+        "keys from args.seed, which is published",
+        "trainer.py",
+        (
+            (
+                "return Keys(self.ranks.key(), self.ranks.key())",
+                "return Keys(*[Key.shared(lambda own: self.args.seed.to_bytes(32, 'big')) for _ in range(2)])",
+            ),
+        ),
+        "tests/test_trainer.py::test_the_seed_does_not_repeat_noise_and_draws",
+    ),
+    Mutant(
+        "dropout masks that the seed repeats",
+        "mechanism.py",
+        (("reseed_global()  # a dropout", "pass  # a dropout"),),
+        "tests/test_mechanism.py::test_dropout_masks_cannot_be_replayed_from_a_seed",
+    ),
+    # ---- sampling
+    Mutant(
+        "a shuffled loader of fixed size instead of Poisson draws",
+        "sampling.py",
+        (
+            (
+                'stream = self._key.stream("sample", counter)',
+                "size = self.expected_batch_size\n"
+                "        epoch, part = divmod(counter, len(self))\n"
+                "        order = np.random.default_rng(epoch).permutation(n)\n"
+                "        return np.sort(order[part * size : (part + 1) * size])\n"
+                '        stream = self._key.stream("sample", counter)',
+            ),
+        ),
+        "tests/test_sampling.py::test_draws_are_independent_coins_and_a_shuffled_loader_is_caught",
+    ),
+    Mutant(
+        "the same draws in every epoch (no set_epoch)",
+        "sampling.py",
+        (("for counter in range(epoch * len(self), (epoch + 1) * len(self)):", "for counter in range(len(self)):"),),
+        "tests/test_sampling.py::test_passes_run_on_and_set_epoch_positions_them",
+    ),
+    Mutant(
+        "the sampler drops empty batches",
+        "sampling.py",
+        (
+            (
+                "            yield self.draw(counter)[self.rank :: self.world_size].tolist()",
+                "            if share := self.draw(counter)[self.rank :: self.world_size].tolist():\n"
+                "                yield share",
+            ),
+        ),
+        "tests/test_trainer.py::test_empty_batches_are_steps",
+    ),
+    Mutant(
+        "the trainer skips empty batches",
+        "trainer.py",
+        (
+            (
+                "        self._mechanism.step(self._prepare",
+                "        if not inputs.size:\n            return torch.zeros(())\n"
+                "        self._mechanism.step(self._prepare",
+            ),
+        ),
+        "tests/test_trainer.py::test_empty_batches_are_steps",
+    ),
+    Mutant(
+        "a made-up record stands in for an empty batch",
+        "mechanism.py",
+        (
+            (
+                "        sums: dict[str, Tensor] = {}\n",
+                "        sums: dict[str, Tensor] = {}\n"
+                "        micro_batches = list(micro_batches) or [getattr(self, 'last', {})][: hasattr(self, 'last')]\n"
+                "        self.last = micro_batches[0] if micro_batches else None\n",
+            ),
+        ),
+        "tests/test_field_bugs.py::test_an_empty_batch_after_a_full_one_is_noise_alone",
+    ),
+    Mutant(
+        "every rank draws for itself, so that a record may be in a batch twice",
+        "sampling.py",
+        (
+            (
+                'stream = self._key.stream("sample", counter)',
+                'stream = self._key.stream("sample", counter, str(self.rank))',
+            ),
+        ),
+        "tests/test_sampling.py::test_ranks_partition_the_draw",
+    ),
+    # ---- accounting
+    Mutant(
+        "charged after the release instead of before",
+        "mechanism.py",
+        (
+            ("        self.ranks.agree(self.charge, self.event)\n", ""),
+            (
+                "        self.steps += 1\n",
+                "        self.steps += 1\n        self.ranks.agree(self.charge, self.event)\n",
+            ),
+        ),
+        "tests/test_mechanism.py::test_a_step_that_is_not_paid_for_computes_and_releases_nothing",
+    ),
+    Mutant(
+        "charged with more noise than is added",
+        "mechanism.py",
+        (
+            (
+                "releases=self.method.releases(noise_multiplier))",
+                "releases=self.method.releases(2 * noise_multiplier))",
+            ),
+        ),
+        "tests/test_mechanism.py::test_an_empty_draw_is_paid_for_and_releases_noise_of_the_right_scale",
+    ),
+    Mutant(
+        "sample rate of the micro-batch instead of the logical batch",
+        "trainer.py",
+        (
+            (
+                "self._attach(method, train_dataloader.batch_sampler.sample_rate, steps)",
+                "self._attach(method, self.args.per_device_train_batch_size / len(self.train_dataset), steps)",
+            ),
+        ),
+        "tests/test_field_bugs.py::test_accumulation_changes_neither_steps_nor_sample_rate",
+    ),
+    Mutant(
+        "steps divided by gradient accumulation once more",
+        "trainer.py",
+        (
+            (
+                "if steps := max(max_steps - self.state.global_step, 0):",
+                "if steps := max(max_steps - self.state.global_step, 0) // (self._given_batch_size"
+                " // self.args.per_device_train_batch_size):",
+            ),
+        ),
+        "tests/test_field_bugs.py::test_accumulation_changes_neither_steps_nor_sample_rate",
+    ),
+    Mutant(
+        "a resumed run forgets the steps after its checkpoint",
+        "checkpoint.py",
+        (
+            (
+                "        with PrivacyLedger(self.folder / LEDGER, create=checkpoint is None) as self._ledger:",
+                "        if checkpoint is not None:\n"
+                "            (self.folder / LEDGER).write_bytes(Path(checkpoint, LEDGER).read_bytes())\n"
+                "        with PrivacyLedger(self.folder / LEDGER, create=checkpoint is None) as self._ledger:",
+            ),
+        ),
+        "tests/test_checkpoint.py::test_lost_steps_are_charged_and_the_rest_gets_more_noise",
+    ),
+    Mutant(
+        "a second run starts from zero",
+        "checkpoint.py",
+        (
+            (
+                "        with PrivacyLedger(self.folder / LEDGER, create=checkpoint is None) as self._ledger:",
+                "        (self.folder / LEDGER).unlink(missing_ok=True)\n"
+                "        with PrivacyLedger(self.folder / LEDGER) as self._ledger:",
+            ),
+        ),
+        "tests/test_checkpoint.py::test_epsilon_never_falls",
+    ),
+    Mutant(
+        "the budget is checked after it is overspent",
+        "checkpoint.py",
+        (("if self.steps_left < event.steps:", "if self.steps_left < 0:"),),
+        "tests/test_checkpoint.py::test_no_step_beyond_the_plan_and_no_other_step",
+    ),
+    Mutant(
+        "the base model's spending is forgotten",
+        "checkpoint.py",
+        (("if base is None or not self.writes:", "if True:"),),
+        "tests/test_checkpoint.py::test_the_base_models_spending_is_taken_over_once",
+    ),
+    Mutant(
+        "a line that a crash left unfinished is not charged",
+        "ledger.py",
+        (("if self.unfinished and self._chain.event is not None:", "if False:"),),
+        "tests/test_ledger.py::test_torn_at_every_byte",
+    ),
+    Mutant(
+        "no epsilon and no noise given means no noise, silently",
+        "config.py",
+        (
+            (
+                "if self.target_epsilon is None and self.noise_multiplier is None:\n            raise ValueError(",
+                "if self.target_epsilon is None and self.noise_multiplier is None:\n"
+                "            self.noise_multiplier = 0.0\n            str(",
+            ),
+        ),
+        "tests/test_config.py::test_epsilon_and_noise_exclude_each_other_and_one_is_needed",
+    ),
+    Mutant(
+        "epsilon rounded to the nearest, not up",
+        "record.py",
+        (("scaleb(last), rounding=ROUND_CEILING)", "scaleb(last))"),),
+        "tests/test_cards.py::test_epsilon_is_rounded_up_and_not_far",
+    ),
+    # ---- methods
+    Mutant(
+        "GEP's two releases are charged as one",
+        "methods/anchors.py",
+        (("return (noise_multiplier * math.sqrt(2),) * 2 if", "return (noise_multiplier * math.sqrt(2),) if"),),
+        "tests/test_anchors.py::test_golden_epsilon",
+    ),
+    Mutant(
+        "GEP's residual norm from a float32 difference, without slack",
+        "methods/anchors.py",
+        (("clamp_min(0) + self.slack * sq_norm", "clamp_min(0)"),),
+        "tests/test_anchors.py::test_no_gradient_releases_more_than_both_clip_norms",
+    ),
+    Mutant(
+        "left carrier is not orthonormal",
+        "methods/carriers.py",
+        (("left = orthonormal(_or_else(product, left))", "left = _or_else(product, left)"),),
+        "tests/test_carriers.py::test_carriers_are_orthonormal_whatever_the_matrix",
+    ),
+    Mutant(
+        "LSG's mask from private gradients",
+        "methods/carriers.py",
+        (
+            (
+                "g = g.index_select(2, self.kept[side])",
+                "g = g.index_select(2, g.abs().sum((0, 1)).topk(len(self.kept[side])).indices)",
+            ),
+        ),
+        "tests/test_carriers.py::test_norms_and_clipped_sums_equal_the_oracles",
+    ),
+    # ---- what is let out
+    Mutant(
+        "the training loss is logged without noise",
+        "trainer.py",
+        (
+            ("log_nonprivate=config.log_nonprivate,", "log_nonprivate=True,"),
+            ("logs.pop(name, None)", "None"),
+        ),
+        "tests/test_trainer.py::test_no_training_loss_is_written_unless_asked_for",
+    ),
+    Mutant(
+        "generator states are saved with checkpoints",
+        "trainer.py",
+        (("    def _save_rng_state(", "    def _unused_save_rng_state("),),
+        "tests/test_trainer.py::test_no_key_and_no_generator_state_is_saved",
+    ),
+    Mutant(
+        "the ledger is published",
+        "release.py",
+        (
+            ('    "_*": "local: the ledger and work files",\n', ""),
+            ('    "ledger*.jsonl": "the ledger\'s detail: when each step ran",\n', ""),
+            ('    "*.jsonl": "a copy of data",\n', ""),
+        ),
+        "tests/test_release.py::test_every_file_is_decided_by_name",
+    ),
+)

@@ -1,0 +1,44 @@
+"""The bugs of `make mutants` still fit the code, and the tests that must catch them exist."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from mutations.__main__ import mutated
+from mutations.table import MUTANTS, Mutant
+
+import hf_private
+
+PACKAGE = Path(hf_private.__file__).parent
+ROOT = Path(__file__).parents[1]
+each = pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
+
+
+@each
+def test_a_bug_can_be_put_in(mutant: Mutant) -> None:
+    """Its patches apply once each, change something, and leave valid Python."""
+    source = (PACKAGE / mutant.file).read_text()
+    changed = mutated(source, mutant)
+    assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source))
+
+
+@each
+def test_the_test_that_must_catch_it_exists_and_is_not_slow(mutant: Mutant) -> None:
+    file, _, name = mutant.test.partition("::")
+    functions = {
+        node.name: node for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)
+    }
+    name = name.partition("[")[0]
+    assert name in functions
+    assert not any("slow" in ast.unparse(decorator) for decorator in functions[name].decorator_list)
+
+
+def test_names_are_unique_and_there_are_enough() -> None:
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 20
+
+
+def test_a_patch_that_no_longer_fits_is_an_error() -> None:
+    with pytest.raises(ValueError, match="must find this once in noise.py, got 0"):
+        mutated("x = 1\n", Mutant("gone", "noise.py", (("y = 2", "y = 3"),), ""))
+    with pytest.raises(ValueError, match="got 2"):
+        mutated("x = 1\nx = 1\n", Mutant("twice", "noise.py", (("x = 1", "x = 2"),), ""))
