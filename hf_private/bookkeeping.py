@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from .layers import REMEDY, Tap, UncoveredError, refusal, sites
@@ -124,11 +125,16 @@ class BookKeeper:
         reached = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         for p in self._parameters.values():
             p.grad = None
-        if reached and (self.batch_size > 1 or self.sharded):  # FSDP2 has added up what autograd found on all ranks
-            whose = "all ranks' records" if self.sharded else f"the {self.batch_size} records"
+        names = ", ".join(f"`{name}`" for name in reached)
+        if reached and self.sharded:  # FSDP2 has added up what autograd found on all ranks
             raise UncoveredError(
-                f"{', '.join(f'`{name}`' for name in reached)}: used in a way that no rule covers, so the gradients "
-                f"of {whose} cannot be told apart. Remedy: {REMEDY}."
+                f"{names}: used in a way that no rule covers, so the gradients of all ranks' records cannot be told"
+                " apart. Remedy: freeze it (`parameter.requires_grad_(False)`), or use DDP and micro-batches of one."
+            )
+        if reached and self.batch_size > 1:
+            raise UncoveredError(
+                f"{names}: used in a way that no rule covers, so the gradients of the {self.batch_size} records cannot"
+                f" be told apart. Remedy: {REMEDY}."
             )
         for name, grad in reached.items():  # in a batch of one, autograd's gradient is that record's
             self.observe(name, Dense(grad.unsqueeze(0)))
@@ -156,5 +162,8 @@ class BookKeeper:
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The trainable parameters by their first name; a tied weight appears once."""
+    """The trainable parameters by their first name; a tied weight appears once. Under FSDP2 in shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # an evaluation leaves the root's weights gathered, as other objects
+            module.reshard()
     return {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -43,7 +43,7 @@ class PrivacyCallback(TrainerCallback):
         **_: Any,
     ) -> None:
         """Add epsilon to what is being logged, and to its copy in the history."""
-        if logs is None or "epsilon" in logs:
+        if logs is None or "epsilon" in logs or not self.spending.writes:
             return
         epsilon = self.epsilon(exact="train_runtime" in logs)
         shown = {"epsilon": "inf", "privacy": NOT_PRIVATE} if math.isinf(epsilon) else {"epsilon": epsilon}

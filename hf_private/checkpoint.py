@@ -168,6 +168,8 @@ class Spending:
     def ledger(self) -> PrivacyLedger | None:
         """The ledger, open while `train()` runs and read from disk otherwise; None before the first run."""
         path = self.folder / LEDGER
+        if not self.writes and not path.is_file():
+            raise LedgerError(f"{path} is not on this machine: the first rank keeps it. Ask there what was spent.")
         return self._ledger or (PrivacyLedger.read(path) if path.is_file() else None)
 
     def save_copy(self, checkpoint: str | Path) -> None:

@@ -68,8 +68,8 @@ class Mechanism:
         self.parameters = self.shards.parameters
         if self.shards.sharded and not self.method.takes_shards:
             raise ValueError(
-                f"`method` must work on sharded weights under FSDP2, got {type(self.method).__name__}. Use DDP, or plain"
-                " book-keeping or carriers."
+                f"`method` must work on sharded weights under FSDP2, got {type(self.method).__name__}. Use DDP, or"
+                " plain book-keeping or carriers."
             )
         self.method.attach(self.parameters)
         self.event = Event(sample_rate=sample_rate, releases=self.method.releases(noise_multiplier))

@@ -1,8 +1,8 @@
 """Several processes, one mechanism: shared keys, one sum, and errors that reach every rank.
 
-Each rank computes the clipped sum of its share of one Poisson draw. The sums are added up over the ranks, and only then
-noise is added, once: every rank draws the same noise from the same key. So all ranks get the same update, and it is the
-one that a single rank would have made of the whole draw.
+Each rank computes the clipped sum of its share of one Poisson draw. The sums are added up over the ranks, and only
+then noise is added, once: every rank draws the same noise from the same key. So all ranks get the same update, and it
+is the one that a single rank would have made of the whole draw.
 
 All ranks and the network between them are trusted: keys and sums before noise travel over it.
 """
@@ -80,7 +80,7 @@ class Ranks:
         return bool(message)
 
     def agree(self, action: Callable[..., T], *args: Any) -> T:
-        """Do something on every rank. Where it fails on one it is an error on all, and nothing that follows is done."""
+        """Do something on every rank. If it fails on one it is an error on all, and nothing that follows happens."""
         if self.world_size == 1:
             return action(*args)
         result = error = None
@@ -115,8 +115,8 @@ class Ranks:
             for rank, other in enumerate(found):
                 if other[name] != found[0][name]:
                     raise ValueError(
-                        f"`{name}` must be the same on all ranks, got {found[0][name]!r} on rank 0 and {other[name]!r} on"
-                        f" rank {rank}. Start every rank with the same script, data and settings."
+                        f"`{name}` must be the same on all ranks, got {found[0][name]!r} on rank 0 and {other[name]!r}"
+                        f" on rank {rank}. Start every rank with the same script, data and settings."
                     )
 
     # ---- the sum over ranks
@@ -158,8 +158,8 @@ class Ranks:
         if differing := [name for name, odd in zip(whole, (least != most).any(1).tolist(), strict=True) if odd]:
             raise RankError(
                 f"`{differing[0]}` must be the same on all ranks, got different weights ({len(differing)} of"
-                f" {len(whole)} parameters differ). Something updates them besides the private gradient: an optimizer or"
-                " a callback that acts on one rank, or devices of different kinds. Resume from the last checkpoint."
+                f" {len(whole)} parameters differ). Something updates them besides the private gradient: an optimizer"
+                " or a callback that acts on one rank, or devices of different kinds. Resume from the last checkpoint."
             )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .bookkeeping import BookKeeper, trainable
 from .layers import REMEDY
+from .methods.full import unsharded
 
 Batch = Mapping[str, Tensor]
 LENGTH = 11  # prime: no axis is a multiple of another by chance
@@ -52,11 +53,11 @@ def self_check(
     max_rows: int = BATCH_SIZES[-1],
     dtype: torch.dtype | None = None,
 ) -> str:
-    """Hold the engine against plain autograd on `make_batch(batch_size, length)`; `perturb(batch, row)` redraws a record.
+    """Hold the engine against plain autograd on `make_batch(batch_size, length)`; `perturb(batch, row)` redraws one.
 
-    `max_rows` is the largest micro-batch that training will use: with 1, records never share a batch. `dtype` is what the
-    model computes in, where autocast makes that coarser than its weights. Returns one
-    line for the log; raises `SelfCheckError` or `UncoveredError` with the parameter's name and a remedy.
+    `max_rows` is the largest micro-batch that training will use: with 1, records never share a batch. `dtype` is what
+    the model computes in, where autocast makes that coarser than its weights. Returns one line for the log; raises
+    `SelfCheckError` or `UncoveredError` with the parameter's name and a remedy.
     """
     start = time.perf_counter()
     sizes = [size for size in BATCH_SIZES if size <= max_rows]
@@ -65,47 +66,63 @@ def self_check(
         _check_buffers(model, per_sample_loss, make_batch(1, LENGTH))
         model.eval()
         batch = make_batch(sizes[-1], LENGTH)
-        norms, sums = _engine(model, per_sample_loss, batch)
-        _check_sum(model, per_sample_loss, batch, sums, tolerance(dtype))
-        alone = torch.cat([_engine(model, per_sample_loss, _rows(batch, [n]))[0] for n in range(sizes[-1])])
+        norms = _check_sum(model, per_sample_loss, batch, tolerance(dtype))
+        alone = torch.cat([_norms(model, per_sample_loss, _rows(batch, [n])) for n in range(sizes[-1])])
         _check_norms("alone", norms, alone, tolerance(dtype))
-        trimmed = torch.cat([_engine(model, per_sample_loss, _trim(_rows(batch, [n])))[0] for n in range(sizes[-1])])
+        trimmed = torch.cat([_norms(model, per_sample_loss, _trim(_rows(batch, [n]))) for n in range(sizes[-1])])
         _check_norms("without padding", alone, trimmed, tolerance(dtype))
         if len(sizes) > 1:
-            pair = _engine(model, per_sample_loss, _rows(batch, [0, 1]))[0]
+            pair = _norms(model, per_sample_loss, _rows(batch, [0, 1]))
             _check_norms("in a batch of two", norms[:2], pair, tolerance(dtype))
-            others, _ = _engine(model, per_sample_loss, perturb(batch, 0))
+            others = _norms(model, per_sample_loss, perturb(batch, 0))
             _check_norms("beside another first record", norms[1:], others[1:], tolerance(dtype))
     seconds = time.perf_counter() - start
-    return f"Self-check passed in {seconds:.1f} s: {len(sums)} parameters exact for batches of {sizes}."
+    return f"Self-check passed in {seconds:.1f} s: {len(trainable(model))} parameters exact for batches of {sizes}."
 
 
-def _engine(model: nn.Module, loss: Callable, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+def _norms(model: nn.Module, loss: Callable, batch: Batch) -> Tensor:
     with BookKeeper(model) as book:
         book.backward(loss(model, batch))
-        norms = book.norms()
-        return norms, book.weighted_sum(torch.ones_like(norms))
+        return book.norms()
 
 
-def _check_sum(model: nn.Module, loss: Callable, batch: Batch, sums: dict[str, Tensor], limit: float) -> None:
-    parameters = trainable(model)
-    wanted = torch.autograd.grad(loss(model, batch).sum(), list(parameters.values()), allow_unused=True)
-    wanted = dict(zip(parameters, wanted, strict=True))
-    if unreached := [name for name in parameters if wanted[name] is None or name not in sums]:
-        raise SelfCheckError(
-            f"{_list(unreached)} took no part in the loss, so it would be trained on noise alone. "
-            "Remedy: freeze it (`parameter.requires_grad_(False)`)."
-        )
-    scale = torch.stack([g.float().norm() for g in wanted.values()]).norm()
-    wrong = [
-        name
-        for name, g in wanted.items()
-        if (sums[name] - g).float().norm() > limit * (g.float().norm() + 1e-3 * scale)
-    ]
+def _check_sum(model: nn.Module, loss: Callable, batch: Batch, limit: float) -> Tensor:
+    """Hold the engine's sum of all records against autograd's gradient; returns the norms (N,)."""
+    wanted = _plain(model, loss, batch)
+    distances, lengths = {}, {}
+    with BookKeeper(model) as book:
+        book.backward(loss(model, batch))
+        norms, records = book.norms(), book.records()
+        if unreached := [name for name, g in wanted.items() if g is None or name not in records]:
+            raise SelfCheckError(
+                f"{_list(unreached)} took no part in the loss, so it would be trained on noise alone. "
+                "Remedy: freeze it (`parameter.requires_grad_(False)`)."
+            )
+        for name in wanted:  # one at a time, as a sharded model's gradients may not fit together
+            g = unsharded(wanted[name])
+            distances[name] = (records[name].weighted_sum(torch.ones_like(norms)) - g).float().norm()
+            lengths[name] = g.float().norm()
+    scale = torch.stack(list(lengths.values())).norm()
+    wrong = [name for name in wanted if distances[name] > limit * (lengths[name] + 1e-3 * scale)]
     if wrong:
         raise SelfCheckError(
             f"{_list(wrong)}: the sum of per-sample gradients is not autograd's gradient. Remedy: {REMEDY}."
         )
+    return norms
+
+
+def _plain(model: nn.Module, loss: Callable, batch: Batch) -> dict[str, Tensor | None]:
+    """Autograd's gradient by parameter, None where it does not reach. Under FSDP2 in shards, for equal batches."""
+    parameters = trainable(model)
+    before = {name: p.grad for name, p in parameters.items()}
+    try:
+        for p in parameters.values():
+            p.grad = None
+        loss(model, batch).sum().backward()  # not autograd.grad, which cannot reach FSDP2's sharded parameters
+        return {name: p.grad for name, p in parameters.items()}
+    finally:
+        for name, p in parameters.items():
+            p.grad = before[name]
 
 
 def _check_norms(where: str, norms: Tensor, others: Tensor, limit: float) -> None:
@@ -113,8 +130,8 @@ def _check_norms(where: str, norms: Tensor, others: Tensor, limit: float) -> Non
     if not difference <= limit:
         raise SelfCheckError(
             f"Records are not independent: gradient norms change by {difference:.1%} when a record is taken {where}. "
-            "Something in the model or the loss (a batch statistic, padding, routing, a time-first layout) lets records "
-            "meet. Remedy: use `per_device_train_batch_size=1`, pad all records to one length, or another architecture."
+            "Something in the model or the loss (a batch statistic, padding, routing, a time-first layout) lets"
+            " records meet. Remedy: `per_device_train_batch_size=1`, pad all records to one length, or another model."
         )
 
 

@@ -1,9 +1,9 @@
 """FSDP2: each rank holds some rows of every weight, and of its clipped sum, noise and gradient.
 
 `fully_shard` gathers a layer's weights for its forward and for its backward pass, so that per-sample gradients are
-computed from whole layers and whole records, as on one rank. What differs is told here: every micro-batch is a series of
-collectives, which all ranks must run equally often; a clipped sum is added up over the ranks by a reduce-scatter, layer
-by layer, that leaves each rank its rows; and these rows get their own slice of the noise.
+computed from whole layers and whole records, as on one rank. What differs is told here: every micro-batch is a series
+of collectives, which all ranks must run equally often; a clipped sum is added up over the ranks by a reduce-scatter,
+layer by layer, that leaves each rank its rows; and these rows get their own slice of the noise.
 
 Blocks that are no parameter (gradient carriers) are small: every rank has them whole.
 """
@@ -43,14 +43,13 @@ class Shards:
     def __init__(self, model: nn.Module, ranks: Ranks, dummy: Callable[[], Batch] | None = None) -> None:
         self.ranks, self.dummy = ranks, dummy
         self.modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self.reshard()
         self.parameters = trainable(model)
         _refuse_others(model, self.modules)
         self.rows = {name: _rows(name, p) for name, p in self.parameters.items() if isinstance(p, DTensor)}
         if self.sharded and dummy is None:
             raise ValueError(
-                "`dummy` must be given for a model under FSDP2, got None: a rank without records needs a public batch to"
-                " take part in the others' collectives."
+                "`dummy` must be given for a model under FSDP2, got None: a rank without records needs a public batch"
+                " to take part in the others' collectives."
             )
 
     @property
@@ -58,17 +57,11 @@ class Shards:
         """Whether running the model is a collective."""
         return bool(self.modules)
 
-    def reshard(self) -> None:
-        """Let go of gathered weights: an evaluation leaves those of the root module behind."""
-        for module in self.modules:
-            module.reshard()
-
     def micro_batches(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
         """This rank's micro-batches, and whether they count: dummies, which do not, until all ranks have run out."""
         if not self.sharded:
             yield from ((batch, True) for batch in batches)
             return
-        self.reshard()
         batches = iter(batches)
         while True:
             batch = next(batches, None)
@@ -76,10 +69,8 @@ class Shards:
                 return
             yield (self.dummy(), False) if batch is None else (batch, True)
 
-    def scattered(
-        self, sums: Mapping[str, Tensor], blocks: Mapping[str, torch.Size]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """A micro-batch's clipped sums: of a sharded parameter this rank's rows, added up over ranks; others as they are."""
+    def scattered(self, sums: Mapping[str, Tensor], blocks: Mapping[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
+        """A micro-batch's clipped sums; of sharded parameters this rank's rows, added up over the ranks."""
         for block, shape in blocks.items():
             if block not in self.rows:
                 if block in sums:
@@ -123,13 +114,13 @@ def _rows(name: str, p: DTensor) -> Rows:
     mesh, cut = p.device_mesh, [axis for axis, placement in enumerate(p.placements) if placement.is_shard()]
     if len(cut) > 1 or any(not p.placements[axis].is_shard(0) for axis in cut):
         raise ValueError(
-            f"`{name}` must be sharded along its first axis, once, got placements {p.placements}. Tensor parallelism is"
-            " not supported: records' gradients would be split over devices. Use FSDP2 with its default placement."
+            f"`{name}` must be sharded along its first axis, once, got placements {p.placements}. Tensor parallelism"
+            " is not supported: records' gradients would be split over devices. Use FSDP2 with its default placement."
         )
     if p.to_local().device.type != mesh.device_type:
         raise ValueError(
-            f"`{name}` must stay on {mesh.device_type!r}, got {p.to_local().device.type!r}. Turn off the CPU offload of"
-            " FSDP2: sums and noise are made where the records are."
+            f"`{name}` must stay on {mesh.device_type!r}, got {p.to_local().device.type!r}. Turn off the CPU offload"
+            " of FSDP2: sums and noise are made where the records are."
         )
     if not cut:
         return Rows(0, p.shape[0])
@@ -153,8 +144,8 @@ def _refuse_others(model: nn.Module, sharded: list[nn.Module]) -> None:
     for path, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             raise ValueError(
-                f"`{path}` is wrapped by FSDP1, which flattens parameters, so that layers cannot be told apart. Use FSDP2"
-                " (`fully_shard`, or fsdp_config={'version': 2})."
+                f"`{path}` is wrapped by FSDP1, which flattens parameters, so that layers cannot be told apart. Use"
+                " FSDP2 (`fully_shard`, or fsdp_config={'version': 2})."
             )
         if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
             raise ValueError(

@@ -160,8 +160,7 @@ class DPTrainer(PublishingTrainer):
             with ExitStack() as held:
                 self.ranks.agree(held.enter_context, self.spending.open(resume_from_checkpoint or None))
                 self.expected_batch_size = self.ranks.first(self._resolve_batch_size, bool(resume_from_checkpoint))
-                data = {"train_dataset": order_of(self.train_dataset), "anchor_dataset": order_of(self.anchor_dataset)}
-                self.ranks.same(dp_config=self.dp_config.to_dict(), **data)
+                self.ranks.same(dp_config=self.dp_config.to_dict(), train_dataset=order_of(self.train_dataset))
                 self._keys = self._draw_keys()
                 reseed_global()
                 output = super().train(resume_from_checkpoint, None, ignore_keys_for_eval)
@@ -222,9 +221,6 @@ class DPTrainer(PublishingTrainer):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         # freezes what the method does not train, so it comes before the optimizer
         method = self.create_method()
-        if self.is_fsdp_enabled:  # sharded weights cannot be held against plain autograd: before they are
-            loss = PerSampleLoss(self.model, self.per_sample_loss, self.args.label_smoothing_factor)
-            self.ranks.first(self._self_check, self.model, loss)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if steps := max(max_steps - self.state.global_step, 0):
             self._attach(method, train_dataloader.batch_sampler.sample_rate, steps)
@@ -241,8 +237,8 @@ class DPTrainer(PublishingTrainer):
         config, model = self.dp_config, self.accelerator.unwrap_model(self.model_wrapped)
         loss = PerSampleLoss(model, self.per_sample_loss, self.args.label_smoothing_factor)
         check_optimizer(self.optimizer, model)
-        if not self.is_fsdp_enabled:
-            self.ranks.agree(self._self_check, model, loss)
+        rows, dtype = self.args.per_device_train_batch_size, torch.bfloat16 if self.args.bf16 else None
+        logger.info(self_check(model, loss, self.public_batch, self._perturb, rows, dtype))
         noise = NoiseSource(config.noise, self._keys.noise)
         noise_multiplier = self.ranks.first(self._plan, method, sample_rate, steps)
         if not self.spending.writes:  # it counts along
@@ -277,10 +273,6 @@ class DPTrainer(PublishingTrainer):
         )
         self._mechanism.steps = self.state.global_step  # with a test key, a resumed run repeats the noise of its steps
         self._gradients_checked = False
-
-    def _self_check(self, model: nn.Module, loss: PerSampleLoss) -> None:
-        rows, dtype = self.args.per_device_train_batch_size, torch.bfloat16 if self.args.bf16 else None
-        logger.info(self_check(model, loss, self.public_batch, self._perturb, rows, dtype))
 
     def _plan(self, method: Method, sample_rate: float, steps: int) -> float:
         """The noise multiplier that the ledger and the budget ask for, what the base model has cost included."""
