@@ -66,6 +66,10 @@ class Verdict:
 def verify(path_or_repo: str, revision: str | None = None) -> Verdict:
     """Check the claim of a saved model: its record against itself, its card, its ledger and its weights.
 
+    >>> verdict = verify(getfixture("tmp_path"))  # an empty folder claims nothing
+    >>> verdict.status, verdict.code
+    ('cannot tell', 2)
+
     Args:
         path_or_repo: Folder of a saved model, or a repository on the Hub.
     """

@@ -29,6 +29,9 @@ def builder(name: str, task: str | None = None) -> Callable[[str], nn.Module]:
         from peft import PeftConfig, get_peft_model
 
         peft_config = PeftConfig.from_pretrained(name)
+        if not peft_config.base_model_name_or_path:
+            raise UsageError(f"argument MODEL: must name its base model in {adapter}, got none")
+        peft_config.inference_mode = False  # a saved adapter is frozen unless it is to be trained
         task = task or PEFT_TASKS.get(json.loads(adapter.read_text()).get("task_type") or "")
         base = builder(peft_config.base_model_name_or_path, task)
         return lambda device: get_peft_model(base(device), peft_config)

@@ -16,7 +16,7 @@ def draw(path: Path, epsilon: Curve, accuracy: dict[str, Curve], budget: float, 
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    left.plot(*zip((0, 0.0), *epsilon, strict=True), color="tab:purple")
+    left.plot(*zip(*epsilon, strict=True), marker="o", markersize=4, color="tab:purple")
     left.axhline(budget, color="gray", linestyle="--", linewidth=1)
     left.annotate("budget", (0, budget), xytext=(2, -12), textcoords="offset points", color="gray")
     left.set(title="privacy spent", xlabel="step", ylabel="epsilon (upper bound)", ylim=(0, budget * 1.1))

@@ -11,6 +11,7 @@ from tqdm import tqdm
 from transformers import (
     EvalPrediction,
     PreTrainedTokenizerBase,
+    PrinterCallback,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -65,14 +66,15 @@ class Progress(TrainerCallback):
         )
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Note what has been spent so far."""
-        epsilon = self.trainer.privacy_callback.epsilon()
-        self.outcome.epsilons.append((state.global_step, epsilon))
+        """Show what has been spent so far."""
+        # The quick bound of every step is loose; the budget, which no step may exceed, bounds epsilon as well.
+        epsilon = min(self.trainer.privacy_callback.epsilon(), self.trainer.dp_config.target_epsilon or math.inf)
         self._show(epsilon=f"{epsilon:.2f}" if math.isfinite(epsilon) else "infinite")
         self.bar.update()
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, metrics: dict, **_: Any) -> None:
-        """Note the accuracy on tickets that were not trained on."""
+        """Note the accuracy on tickets that were not trained on, and what it has cost."""
+        self.outcome.epsilons.append((state.global_step, self.trainer.privacy_callback.epsilon(exact=True)))
         self.outcome.accuracies.append((state.global_step, metrics["eval_accuracy"]))
         self._show(accuracy=f"{metrics['eval_accuracy']:.1%}")
 
@@ -115,6 +117,7 @@ def train(
         processing_class=encoder.tokenizer,
         compute_metrics=accuracy,
     )
+    trainer.remove_callback(PrinterCallback)  # without Trainer's bar it would print every log entry
     outcome = Outcome()
     trainer.add_callback(Progress(outcome, trainer, steps))
     trainer.evaluate()
