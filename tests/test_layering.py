@@ -1,6 +1,7 @@
 """The import rule, read from the source: import only downward, and keep the big libraries out of the private core."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,12 @@ def test_the_rule_lets_right_imports_pass(module: str, source: str) -> None:
 @pytest.mark.parametrize(("name", "path"), modules(), ids=[name for name, _ in modules()])
 def test_files_stay_readable(name: str, path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 400, f"{name} has outgrown one file"
+
+
+def test_contributing_shows_every_room() -> None:
+    """The table in CONTRIBUTING.md is the one that is held here."""
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+    shown: dict[int, set[str]] = {}
+    for floor, files in re.findall(r"^\| (\d) \| (.*?) \|", text, re.MULTILINE):
+        shown.setdefault(int(floor), set()).update(re.findall(r"`(\w+)/?`", files))
+    assert shown == ROOMS
