@@ -101,7 +101,7 @@ def _read(path_or_repo: str, revision: str | None) -> tuple[Snapshot | None, Any
         return snapshot, None, (Finding("record", UNKNOWN, missing),)
     try:
         record = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return snapshot, None, (Finding("record", WRONG, f"{RECORD} is not JSON: {error}"),)
     if isinstance(record, dict) and record.get("schema_version", SCHEMA_VERSION) != SCHEMA_VERSION:
         newer = f"{RECORD} has schema version {record['schema_version']!r}, {SCHEMA_VERSION} is known here"

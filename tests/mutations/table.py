@@ -112,13 +112,13 @@ MUTANTS = (
         "loss averaged over the padded length, which the longest neighbour decides",
         "losses.py",
         (("/ (labels != IGNORE_INDEX).sum(-1).clamp(min=1)", "/ labels.shape[-1]"),),
-        "tests/test_losses.py::test_padding_changes_nothing[causal]",
+        "tests/test_losses.py::test_padding_changes_nothing[gpt2-lm]",
     ),
     Mutant(
         "loss averaged over all tokens of the batch, as Transformers does",
         "losses.py",
         (("/ (labels != IGNORE_INDEX).sum(-1).clamp(min=1)", "/ (labels != IGNORE_INDEX).sum().clamp(min=1)"),),
-        "tests/test_losses.py::test_a_neighbour_changes_nothing[causal]",
+        "tests/test_losses.py::test_a_neighbour_changes_nothing[gpt2-lm]",
     ),
     Mutant(
         "left padding is let in",
