@@ -22,7 +22,7 @@ def slack(dtype: torch.dtype) -> float:
 
 
 def layer_of(block: str) -> str:
-    """The layer that a block belongs to: `encoder.0.fc1` for `encoder.0.fc1.weight` and for `encoder.0.fc1.weight:L`."""
+    """The layer that a block belongs to: `encoder.0.fc1` for `encoder.0.fc1.weight` and `encoder.0.fc1.weight:L`."""
     return block.split(":")[0].rpartition(".")[0]
 
 

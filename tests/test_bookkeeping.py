@@ -84,7 +84,7 @@ def test_other_adapters_are_exact(config):
 
 
 def test_prompt_tuning_is_exact_alone_and_refused_in_company():
-    """PEFT looks its prompt up once and repeats the result, so the records' gradients are gone before any rule sees them."""
+    """PEFT looks its prompt up once and repeats it, so the records' gradients are gone before any rule sees them."""
     model, _ = cases.build("bert")
     model = get_peft_model(model, PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=3)).double().eval()
     loss = cases.loss_of(model)
