@@ -117,7 +117,7 @@ def select(config: TargetConfig, model: nn.Module) -> Selection:
     if isinstance(model, PeftModel):
         raise ValueError(
             "`model` must not be a PEFT model, got one: its base weights are frozen, and its adapters are low-rank"
-            " already. Train it without `carriers`, with `anchors` but no `target_modules`, or merge the adapter first."
+            " already. Train it without `carriers`, with `anchors` without `target_modules`, or merge the adapter."
         )
     modules = dict(model.named_modules())
     for name in ("target_modules", "exclude_modules", "modules_to_save"):
