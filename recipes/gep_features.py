@@ -1,0 +1,178 @@
+"""DP-SGD, B-GEP and GEP on a linear classifier over frozen features, as in the GEP paper's appendix A; takes minutes.
+
+    python recipes/gep_features.py                      # the table in recipes/results/gep_features.md
+    python recipes/gep_features.py --runs 1 --epsilons 2
+
+Private records are scikit-learn's handwritten digits (8 x 8). Features are those of a small network that is trained
+on public numerals, drawn with fonts. Anchors are other such numerals ("drawn"), or handwritten digits that are neither
+trained nor tested on and taken as public ("held out", as in the paper); both get random labels at every step.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from matplotlib import font_manager
+from PIL import Image, ImageDraw, ImageFont
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+from hf_private.accounting import calibrate
+from hf_private.anchor_config import AnchorConfig, resolve_anchors
+from hf_private.anchor_data import AnchorBooks, public_generator
+from hf_private.bookkeeping import trainable
+from hf_private.clipping import Clipping
+from hf_private.mechanism import Mechanism
+from hf_private.methods.full import Full, Method
+from hf_private.noise import NoiseSource
+from hf_private.sampling import PoissonSampler
+
+RESULTS = Path(__file__).parent / "results" / "gep_features"
+TRAIN, HELD_OUT, BATCH, STEPS, DELTA = 1200, 300, 300, 80, 1e-5
+FEATURES, K, CLIP_NORM = 512, 70, 1.0  # p = 5,130 and k about sqrt(p), as in the paper
+LEARNING_RATES = (0.01, 0.03)
+REFRESH = 4
+FONTS = ("DejaVu Sans", "DejaVu Sans Mono", "DejaVu Serif", "STIXGeneral", "cmr10", "cmss10", "cmtt10")
+METHODS = {"DP-SGD": None, **{f"{m}, {a} anchors": (m, a) for a in ("drawn", "held out") for m in ("B-GEP", "GEP")}}
+
+
+def drawn_numerals(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Public numerals in several fonts, sizes and places: images (n, 1, 8, 8) with values in [0, 1], labels (n,)."""
+    draw, images = np.random.default_rng(seed), []
+    fonts = [font_manager.findfont(name) for name in FONTS]  # they come with matplotlib
+    labels = draw.integers(10, size=count)
+    for label in labels:
+        image = Image.new("L", (32, 32))
+        font = ImageFont.truetype(fonts[draw.integers(len(fonts))], int(draw.integers(24, 36)))
+        place = (16 + int(draw.integers(-3, 4)), 16 + int(draw.integers(-2, 3)))
+        ImageDraw.Draw(image).text(place, str(label), int(draw.integers(160, 256)), font=font, anchor="mm")
+        image = image.rotate(float(draw.uniform(-15, 15)))
+        images.append(np.asarray(image.resize((8, 8), Image.Resampling.BOX)))
+    return torch.tensor(np.stack(images), dtype=torch.float32).unsqueeze(1) / 255, torch.tensor(labels)
+
+
+def pretrained_features() -> nn.Module:
+    """A small convolutional network trained without privacy on public numerals, without its last layer."""
+    torch.manual_seed(0)
+    body = nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(),
+        nn.Linear(64 * 16, FEATURES), nn.ReLU(),
+    )  # fmt: skip
+    model = nn.Sequential(body, nn.Linear(FEATURES, 10))
+    images, labels = drawn_numerals(6000, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    for _ in range(8):
+        for batch in torch.randperm(len(images)).split(100):
+            optimizer.zero_grad()
+            F.cross_entropy(model(images[batch] + 0.1 * torch.randn(len(batch), 1, 8, 8)), labels[batch]).backward()
+            optimizer.step()
+    return body.eval()
+
+
+@torch.no_grad()
+def features(body: nn.Module, images: Tensor) -> Tensor:
+    """Features (n, d) of length one."""
+    return F.normalize(body(images), dim=1)
+
+
+def losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+
+
+def make_method(name: str, model: nn.Module, data: dict[str, Tensor], seed: int) -> Method:
+    """The method of a row of the table; public features get random labels at every refresh."""
+    if METHODS[name] is None:
+        return Full()
+    kind, source = METHODS[name]
+    public = data[source]
+    config = AnchorConfig(k=K, num_anchors=HELD_OUT, groups=[".*"], refresh=REFRESH, residual=kind == "GEP")
+    method = resolve_anchors(config, model, seed=seed)
+
+    def batches(step: int) -> list[dict[str, Tensor]]:
+        return [{"x": public, "y": torch.randint(10, (len(public),), generator=public_generator(seed, step))}]
+
+    method.books = AnchorBooks(model, losses, batches, seed)
+    return method
+
+
+def run(name: str, data: dict[str, Tensor], noise_multiplier: float, learning_rate: float, seed: int) -> float:
+    """Accuracy in percent of one private run."""
+    model = nn.Linear(FEATURES, 10)
+    nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
+    sampler = PoissonSampler(TRAIN, BATCH)
+    mechanism = Mechanism(
+        model,
+        losses,
+        method=make_method(name, model, data, seed),
+        clipping=Clipping(clip_norm=CLIP_NORM),
+        noise=NoiseSource(),
+        noise_multiplier=noise_multiplier,
+        sample_rate=sampler.sample_rate,
+        expected_batch_size=BATCH,
+        charge=lambda event: None,  # the table's epsilon was calibrated for all steps
+    )
+    optimizer = torch.optim.Adam(trainable(model).values(), learning_rate)
+    for step in range(STEPS):
+        drawn = torch.from_numpy(sampler.draw(step))
+        mechanism.step([{"x": data["x"][drawn], "y": data["y"][drawn]}] if len(drawn) else [])
+        optimizer.step()
+    return 100 * (model(data["test_x"]).argmax(1) == data["test_y"]).float().mean().item()
+
+
+def load() -> dict[str, Tensor]:
+    """Features of private, test and public records; which digits are private does not change from run to run."""
+    body, digits = pretrained_features(), load_digits()
+    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
+    x = features(body, torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16)[order]
+    y = torch.tensor(digits.target)[order]
+    return {
+        "x": x[:TRAIN],
+        "y": y[:TRAIN],
+        "test_x": x[TRAIN + HELD_OUT :],
+        "test_y": y[TRAIN + HELD_OUT :],
+        "held out": x[TRAIN : TRAIN + HELD_OUT],
+        "drawn": features(body, drawn_numerals(HELD_OUT, seed=1)[0]),
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epsilons", type=float, nargs="+", default=[0.5, 1.0, 2.0])
+    parser.add_argument("--runs", type=int, default=5)
+    options = parser.parse_args(argv)
+    start, data, rows = time.perf_counter(), load(), []
+    multipliers = {e: calibrate(e, DELTA, BATCH / TRAIN, STEPS) for e in options.epsilons}
+    for epsilon, noise_multiplier in multipliers.items():
+        for name in METHODS:
+            for rate in LEARNING_RATES:
+                found = [run(name, data, noise_multiplier, rate, seed) for seed in range(options.runs)]
+                row = {"epsilon": epsilon, "method": name, "learning_rate": rate, "accuracy": np.mean(found).item()}
+                rows.append(row | {"deviation": np.std(found).item(), "noise_multiplier": noise_multiplier})
+            best = max(rows[-len(LEARNING_RATES) :], key=lambda row: row["accuracy"])
+            print(f"epsilon {epsilon}: {name:25} {best['accuracy']:.1f} +- {best['deviation']:.1f}", flush=True)
+    RESULTS.parent.mkdir(exist_ok=True)
+    settings = {"n": TRAIN, "expected_batch_size": BATCH, "steps": STEPS, "delta": DELTA, "clip_norm": CLIP_NORM}
+    settings |= {"p": 10 * (FEATURES + 1), "k": K, "num_anchors": HELD_OUT, "refresh": REFRESH, "runs": options.runs}
+    RESULTS.with_suffix(".json").write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
+    print(table(rows, list(multipliers)), f"\n{time.perf_counter() - start:.0f} s")
+
+
+def table(rows: list[dict], epsilons: list) -> str:
+    """The best learning rate of each method, as Markdown."""
+    lines = [
+        "| method | " + " | ".join(f"epsilon = {e}" for e in epsilons) + " |",
+        "| --- " * (len(epsilons) + 1) + "|",
+    ]
+    for name in METHODS:
+        of = {e: [row for row in rows if (row["epsilon"], row["method"]) == (e, name)] for e in epsilons}
+        best = [max(of[e], key=lambda row: row["accuracy"]) for e in epsilons]
+        lines.append(f"| {name} | " + " | ".join(f"{b['accuracy']:.1f} (± {b['deviation']:.1f})" for b in best) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
