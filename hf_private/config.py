@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -261,6 +262,22 @@ REFUSED_ARGS = (
 )
 
 
+def _launched() -> Iterator[str]:
+    """What `accelerate launch` has set up without TrainingArguments knowing of it."""
+
+    def on(name: str) -> bool:
+        return os.environ.get(name, "").lower() in ("1", "true", "yes")
+
+    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"):
+        if on(name):
+            yield f"`{name}` cannot be combined with privacy: it owns backward and the gradients. Launch DDP or FSDP2."
+    if on("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
+        yield (
+            "`fsdp_version` = 1 cannot be combined with privacy: FSDP1 flattens parameters, so that layers cannot be"
+            " told apart. Launch with fsdp_version: 2."
+        )
+
+
 def refusals(
     args: TrainingArguments,
     *,
@@ -273,6 +290,7 @@ def refusals(
     for name, applies, reason, remedy in REFUSED_ARGS:
         if applies(args):
             yield f"`{name}` = {getattr(args, name)!r} cannot be combined with privacy: {reason}. {remedy}"
+    yield from _launched()
     if compute_loss_func is not None or custom_compute_loss:
         yield (
             f"`{'compute_loss_func' if compute_loss_func is not None else 'compute_loss'}` cannot be combined with"

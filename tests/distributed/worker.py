@@ -1,11 +1,13 @@
-"""What every rank runs: `torchrun --nproc-per-node N worker.py FOLDER`, or plain python for one rank without a group.
+"""What every rank runs: `worker.py FOLDER 1 2 3` forks one rank, then two, then three, and each runs all cases.
 
-Results go to FOLDER/N-RANK.pt, for tests/test_ranks.py to compare. In `worker.py FOLDER kill` rank 1 dies.
+Results go to FOLDER/N-RANK.pt, for tests/test_ranks.py to compare. Under a launcher rank 1 dies in mid-run.
 """
 
 import os
 import signal
+import socket
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -162,7 +164,7 @@ def noise(sharded: bool, ranks: Ranks) -> torch.Tensor:
     model = shard(model) if sharded else model
     private = mechanism(model, noise=NoiseSource("secure", ranks.key()), ranks=ranks)
     drawn = []
-    for _ in range(6):
+    for _ in range(24):
         private.step([])
         drawn += [unsharded(p.grad).flatten() * EXPECTED for p in private.parameters.values()]
     return torch.cat(drawn)
@@ -239,7 +241,7 @@ TRAINERS = {
     "bk": {},
     "rgp": {"carriers": CARRIERS},
     "lsg": {"carriers": CARRIERS | {"sparsity": 0.3}},
-    "gep": {"anchors": {"k": 16, "num_anchors": 8}},
+    "gep": {"anchors": {"k": 1, "num_anchors": 8, "groups": [".*"]}},  # more directions these records do not have
 }
 SETTINGS = {"optim": "sgd", "learning_rate": 0.5, "max_steps": 5, "per_device_train_batch_size": 2}
 DP = {"expected_batch_size": 2, "noise_multiplier": 0.7}
@@ -397,16 +399,9 @@ def kill(folder: Path, ranks: Ranks) -> None:
     made.train()
 
 
-def main(folder: Path, what: str) -> None:
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    ranks_module.CHECK_EVERY = 1
-    ranks = Ranks()
-    assert ranks.world_size == int(os.environ.get("WORLD_SIZE", 1))
-    if what == "kill":
-        kill(folder, ranks)
-        return
+def run(folder: Path) -> None:
+    """All cases on this rank."""
+    ranks = start()
     found: dict[str, Any] = {"world_size": ranks.world_size}
     found["engine"] = {name: engine(name, False, ranks) for name in METHODS}
     found["engine"]["bk-adam"] = engine("bk", False, ranks, adam=True)
@@ -424,5 +419,50 @@ def main(folder: Path, what: str) -> None:
         dist.destroy_process_group()
 
 
+def start() -> Ranks:
+    torch.set_num_threads(1)
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group("gloo")
+    ranks_module.CHECK_EVERY = 1
+    ranks = Ranks()
+    assert ranks.world_size == int(os.environ.get("WORLD_SIZE", 1))
+    return ranks
+
+
+def fork(folder: Path, world: int) -> None:
+    """Run all cases on `world` ranks, which share the time of the imports."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    started = []
+    for rank in range(world):
+        if child := os.fork():
+            started.append(child)
+            continue
+        code = 1
+        try:
+            if world > 1:
+                names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+                values = (str(rank), str(rank), str(world), str(world), "127.0.0.1", port)
+                os.environ.update(zip(names, values, strict=True))
+            run(folder)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    while started:
+        child, status = os.wait()
+        started.remove(child)
+        if status:
+            for other in started:
+                os.kill(other, signal.SIGKILL)
+            sys.exit(1)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "all")
+    if "RANK" in os.environ:
+        kill(Path(sys.argv[1]), start())
+    else:
+        for number in map(int, sys.argv[2:]):
+            fork(Path(sys.argv[1]), number)
