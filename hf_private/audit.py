@@ -9,6 +9,7 @@ Scores are higher for what looks like a member of the training set.
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from scipy import stats
@@ -37,6 +38,7 @@ def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, d
     return float(at_least[0] + 2 * canaries * delta * max(steps, default=0.0))
 
 
+@lru_cache(maxsize=1024)
 def one_run_epsilon(canaries: int, guesses: int, correct: int, delta: float, confidence: float = CONFIDENCE) -> float:
     """Lower bound of epsilon from one run: the largest one that would make so many right guesses too unlikely.
 
@@ -58,7 +60,7 @@ def one_run_epsilon(canaries: int, guesses: int, correct: int, delta: float, con
     alpha, low, high = 1 - confidence, 0.0, HIGHEST
     if one_run_p_value(canaries, guesses, correct, low, delta) > alpha:
         return 0.0
-    for _ in range(60):
+    while high - low > 1e-9:
         middle = (low + high) / 2
         if one_run_p_value(canaries, guesses, correct, middle, delta) <= alpha:
             low = middle
@@ -216,19 +218,20 @@ def _best_threshold(members: np.ndarray, others: np.ndarray) -> float:
 def _epsilon(choose: tuple, evaluate: tuple, delta: float, confidence: float) -> float:
     """ln((TPR - delta) / FPR) or its mirror image, at the side and threshold that looked best on the first half."""
     thresholds = np.unique(np.concatenate(choose))
-    best = max(
-        ((side, t) for side in ("in", "out") for t in thresholds[:: max(1, len(thresholds) // 200)]),
-        key=lambda rule: _bound(*rule, *choose, delta, confidence),
-    )
-    return max(0.0, _bound(*best, *evaluate, delta, confidence))
+    bounds = _bounds(thresholds, *choose, delta, confidence)  # (sides, thresholds)
+    side, best = np.unravel_index(bounds.argmax(), bounds.shape)
+    return max(0.0, float(_bounds(thresholds[best : best + 1], *evaluate, delta, confidence)[side, 0]))
 
 
-def _bound(side: str, t: float, members: np.ndarray, others: np.ndarray, delta: float, confidence: float) -> float:
-    """Lower bound of epsilon: both rates at the pessimistic ends of their intervals, which share the error."""
-    hits, misses = ((members >= t).sum(), (others >= t).sum())
-    if side == "out":
-        hits, misses = (others < t).sum(), (members < t).sum()
-    n = len(members)
-    low = stats.beta.ppf((1 - confidence) / 2, hits, n - hits + 1) if hits else 0.0
-    high = stats.beta.ppf(1 - (1 - confidence) / 2, misses + 1, n - misses) if misses < n else 1.0
-    return math.log((low - delta) / high) if low > delta else -math.inf
+def _bounds(
+    thresholds: np.ndarray, members: np.ndarray, others: np.ndarray, delta: float, confidence: float
+) -> np.ndarray:
+    """Lower bounds of epsilon (2, thresholds) from calling scores of at least t members, or lower ones others: both
+    rates at the pessimistic ends of their intervals, which share the error."""
+    n, tail = len(members), (1 - confidence) / 2
+    below_in, below_out = (np.searchsorted(np.sort(scores), thresholds) for scores in (members, others))
+    right = np.stack([n - below_in, below_out])
+    wrong = np.stack([n - below_out, below_in])
+    low = np.where(right == 0, 0.0, stats.beta.ppf(tail, np.maximum(right, 1), n - right + 1))
+    high = np.where(wrong == n, 1.0, stats.beta.ppf(1 - tail, wrong + 1, np.maximum(n - wrong, 1)))
+    return np.log(np.maximum(low - delta, 1e-300) / high)

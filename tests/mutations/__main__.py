@@ -2,35 +2,39 @@
 
     python -m tests.mutations [words of names]
 
-The working tree is not touched. First all the tests run on an unchanged copy, where they must pass.
+The working tree is not touched. First all the tests run on an unchanged copy, where they must pass. Each copy is tried
+in a process of its own, forked off from one that has loaded the large libraries and nothing of the package.
 """
 
 import argparse
+import multiprocessing
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NoReturn
 
 from .table import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
+COPIED = ("hf_private", "tests", "recipes", "model_cards")
+LIBRARIES = ("torch", "transformers.trainer", "peft", "datasets", "scipy.stats", "hypothesis", "pytest")
 WORKERS = 2
-LIMIT = 900  # seconds; a mutant that hangs is caught too
-PASSED, FAILED = 0, 1  # pytest's exit codes; others mean that the tests did not run
+LIMIT = 900  # seconds; a bug that makes its test hang is caught too
+PASSED, FAILED = 0, 1  # pytest's exit codes; others mean that no test ran
 
 
 def copy_of(root: Path, mutant: Mutant | None, folder: str) -> Path:
     """A copy of the package and its tests, with the bug in it."""
     target = Path(folder)
-    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in ("hf_private", "tests", "recipes", "model_cards"):
+    for name in COPIED:
         if (root / name).is_dir():
-            shutil.copytree(root / name, target / name, ignore=ignored)
+            shutil.copytree(root / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(root / "pyproject.toml", target)
     if mutant:
         path = target / "hf_private" / mutant.file
@@ -47,46 +51,54 @@ def mutated(source: str, mutant: Mutant) -> str:
     return source
 
 
-def run(tests: Sequence[str], mutant: Mutant | None) -> tuple[int, str]:
-    """pytest's exit code and output for some tests on a copy."""
+def run(task: tuple[list[str], Mutant | None]) -> tuple[int, str, float]:
+    """pytest's exit code, its output and the seconds it took, for some tests on a copy; in a process of its own."""
+    import pytest
+
+    tests, mutant = task
+    start = time.monotonic()
     with TemporaryDirectory() as folder:
         copy = copy_of(ROOT, mutant, folder)
-        environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
-        try:
-            done = subprocess.run(
-                command, cwd=copy, env=environment, capture_output=True, text=True, timeout=LIMIT * len(tests)
-            )
-        except subprocess.TimeoutExpired:
-            return FAILED, "it hung"
-        return done.returncode, done.stdout + done.stderr
+        os.chdir(copy)
+        os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+        sys.dont_write_bytecode = True
+        sys.path[:] = [str(copy), *(path for path in sys.path if path not in ("", str(ROOT)))]
+        assert not any(name.startswith("hf_private") for name in sys.modules)
+        signal.signal(signal.SIGALRM, _hung)
+        signal.alarm(LIMIT * (1 if mutant else 4))
+        output = Path(folder, "output")
+        with open(output, "w") as file, redirect_stdout(file), redirect_stderr(file):
+            code = int(pytest.main(["-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", *tests]))
+        used = Path(import_module("hf_private").__file__)
+        assert used.is_relative_to(copy), f"the tests ran on {used}, not on the copy"
+        return code, output.read_text(), time.monotonic() - start
 
 
-def killed(mutant: Mutant) -> tuple[bool, str]:
-    """Whether the mutant's test fails, and how."""
-    code, output = run([mutant.test], mutant)
-    lines = [line for line in output.splitlines() if line.startswith("E ")]
-    return code == FAILED, (lines[0] if lines else output.strip()[-300:]) if code != PASSED else "survived"
+def _hung(*_: object) -> NoReturn:
+    raise TimeoutError("it hung")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__.splitlines()[0])
-    parser.add_argument("words", nargs="*", help="only mutants whose names hold one of these words")
+    parser.add_argument("words", nargs="*", help="only bugs whose names hold one of these words")
     args = parser.parse_args()
     chosen = [m for m in MUTANTS if not args.words or any(word in m.name for word in args.words)]
-    tests = sorted({mutant.test for mutant in chosen})
-    code, output = run(tests, None)
-    if code != PASSED:
-        sys.stdout.write(f"The tests must pass on the code as it is:\n{output[-3000:]}\n")
-        return 2
+    for name in LIBRARIES:
+        import_module(name)
     start, score = time.monotonic(), 0
-    with ThreadPoolExecutor(WORKERS) as pool:
-        for mutant, (dead, how) in zip(chosen, pool.map(killed, chosen), strict=True):
-            score += dead
-            word = "killed  " if dead else "SURVIVED"
-            sys.stdout.write(f"{word} {mutant.name}\n         by {mutant.test}\n")
-            if not dead:
-                sys.stdout.write(f"         {how}\n")
+    with multiprocessing.get_context("fork").Pool(WORKERS, maxtasksperchild=1) as pool:
+        tests = sorted({mutant.test for mutant in chosen})
+        (code, output, _), *_ = pool.imap(run, [(tests, None)])
+        if code != PASSED:
+            sys.stdout.write(f"The tests must pass on the code as it is:\n{output[-3000:]}\n")
+            return 2
+        results = pool.imap(run, [([mutant.test], mutant) for mutant in chosen])
+        for mutant, (code, output, seconds) in zip(chosen, results, strict=True):
+            score += code == FAILED
+            word = "killed  " if code == FAILED else "SURVIVED"
+            sys.stdout.write(f"{word} {mutant.name} ({seconds:.0f} s)\n         by {mutant.test}\n")
+            if code not in (PASSED, FAILED):
+                sys.stdout.write(f"{output[-1000:]}\n")
             sys.stdout.flush()
     sys.stdout.write(f"{score} of {len(chosen)} killed in {time.monotonic() - start:.0f} s.\n")
     return int(score < len(chosen))

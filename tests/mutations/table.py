@@ -18,7 +18,7 @@ MUTANTS = (
         "mean instead of sum of the losses",
         "bookkeeping.py",
         (("losses.sum().backward()", "losses.mean().backward()"),),
-        "tests/test_mechanism.py::test_without_noise_the_step_is_the_papers_formula[bert]",
+        "tests/test_bookkeeping.py::test_full_fine_tuning_is_exact[bert]",
     ),
     Mutant(
         "clip after averaging: one factor for the whole batch",
