@@ -14,7 +14,7 @@ from hf_private.record import RECORD, read_record
 from hf_private.verification import read, verify
 
 QUICK = settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 JUNK = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.just([]), st.just({}), st.just("inf")
@@ -95,3 +95,22 @@ def test_damaged_bytes_end_in_a_verdict(folder: Path, record: dict, noise: bytes
 def test_other_documents_are_refused(folder: Path, text: str) -> None:
     (folder / RECORD).write_text(text)
     assert verify(str(folder)).code in (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("runs", 0, "num_records"), "many"),
+        (("runs", 0, "noise_multiplier"), None),
+        (("runs", 0, "sample_rate"), [0.1]),
+        (("runs", 0, "expected_batch_size"), 10**400),
+        (("settings", "carriers"), {"r": "x", "sparsity": "y"}),
+        (("runs",), [{}]),
+    ],
+)
+def test_facts_that_the_schema_leaves_open(folder: Path, record: dict, path: tuple, value: Any) -> None:
+    """Found by fuzzing: these once ended in a traceback."""
+    damaged = copy.deepcopy(record)
+    parent(damaged, path)[path[-1]] = value
+    (folder / RECORD).write_text(json.dumps(damaged))
+    assert verify(str(folder)).code == 1

@@ -97,8 +97,8 @@ def main() -> int:
             score += code == FAILED
             word = "killed  " if code == FAILED else "SURVIVED"
             sys.stdout.write(f"{word} {mutant.name} ({seconds:.0f} s)\n         by {mutant.test}\n")
-            if code not in (PASSED, FAILED):
-                sys.stdout.write(f"{output[-1000:]}\n")
+            found = [line[1:].strip() for line in output.splitlines() if line.startswith("E  ")]
+            sys.stdout.write(f"         {found[0][:110]}\n" if found else f"{output[-1000:]}\n")
             sys.stdout.flush()
     sys.stdout.write(f"{score} of {len(chosen)} killed in {time.monotonic() - start:.0f} s.\n")
     return int(score < len(chosen))
