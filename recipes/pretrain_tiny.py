@@ -1,7 +1,7 @@
 """Pretrain a small GPT-2 from scratch on text that is not private, for where no hub can be reached.
 
-    python recipes/pretrain_tiny.py --output_dir runs/gpt2_tiny          # a few minutes on two cores
-    python recipes/e2e.py --config recipes/configs/e2e_tiny.yaml --model_name_or_path runs/gpt2_tiny --method rgp
+    python recipes/pretrain_tiny.py --output_dir outputs/gpt2_tiny          # a few minutes on two cores
+    python recipes/e2e.py --config recipes/configs/e2e_tiny.yaml --model_name_or_path outputs/gpt2_tiny --method rgp
 
 The text is Python's own documentation and sentences from templates (recipes/public_text.py): no download, no personal
 data, and nothing of the E2E data that the model is fine-tuned on afterwards. The same Python version, packages and
@@ -78,7 +78,7 @@ def make_blocks(texts: list[str], tokenizer: PreTrainedTokenizerFast, block: int
 def main(argv: list[str] | None = None) -> None:
     parser = HfArgumentParser((PretrainOptions, TrainingArguments), description=__doc__.splitlines()[0])
     parser.set_defaults(
-        output_dir="runs/gpt2_tiny", max_steps=600, per_device_train_batch_size=16, learning_rate=2e-3,
+        output_dir="outputs/gpt2_tiny", max_steps=600, per_device_train_batch_size=16, learning_rate=2e-3,
         warmup_steps=50, lr_scheduler_type="cosine", weight_decay=0.1, logging_steps=50, save_strategy="no",
         report_to=["none"],
     )  # fmt: skip

@@ -1,15 +1,15 @@
 """Train an image classifier with differential privacy: a small ViT or a Wide ResNet, or any ViT of the Hub.
 
     # offline: scikit-learn's digits (1,797 images of 8 x 8), minutes on two cores
-    python recipes/vision.py --config recipes/configs/digits.yaml --method rgp --output_dir runs/digits_rgp
+    python recipes/vision.py --config recipes/configs/digits.yaml --method rgp --output_dir outputs/digits_rgp
 
     # CIFAR-10 and SVHN with WRN28-4 as in the papers on RGP and LSG, on four GPUs
     accelerate launch --num_processes 4 recipes/vision.py --config recipes/configs/cifar10_wrn.yaml --method lsg \
-        --output_dir runs/cifar10_lsg
-    torchrun --nproc_per_node 4 recipes/vision.py --config recipes/configs/svhn_wrn.yaml --output_dir runs/svhn
+        --output_dir outputs/cifar10_lsg
+    torchrun --nproc_per_node 4 recipes/vision.py --config recipes/configs/svhn_wrn.yaml --output_dir outputs/svhn
 
     # a pretrained ViT, images scaled to its size
-    accelerate launch recipes/vision.py --config recipes/configs/cifar10_vit.yaml --output_dir runs/cifar10_vit
+    accelerate launch recipes/vision.py --config recipes/configs/cifar10_vit.yaml --output_dir outputs/cifar10_vit
 
 Data: digits come with scikit-learn; CIFAR-10 and SVHN from the Hub, or from train.npz and test.npz (`images` uint8 of
 shape (n, H, W) or (n, H, W, C), and `labels`) in `--data_dir` or HF_PRIVATE_DATA. The output folder gets the model,
