@@ -168,7 +168,7 @@ def test_empty_batches_are_steps(tmp_path: Path) -> None:
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
             moved.append(all(bool(p.grad.all()) for p in model.parameters()))
 
-    made = tiny.trainer(tmp_path, dp={"expected_batch_size": 1}, max_steps=12, callbacks=[Watch()])
+    made = tiny.trainer(tmp_path, dp={"expected_batch_size": 1}, key=KEY, max_steps=12, callbacks=[Watch()])
     step = made.training_step
     made.training_step = lambda model, inputs, n=None: (sizes.append(inputs.size), step(model, inputs, n))[1]
     made.train()
