@@ -34,7 +34,7 @@ from hf_private.sampling import PoissonSampler
 RESULTS = Path(__file__).parent / "results" / "gep_features"
 TRAIN, HELD_OUT, BATCH, STEPS, DELTA = 1200, 300, 300, 80, 1e-5
 FEATURES, K, CLIP_NORM = 512, 70, 1.0  # p = 5,130 and k about sqrt(p), as in the paper
-LEARNING_RATES = (0.01, 0.03)
+LEARNING_RATES = (0.01, 0.03, 0.1, 0.3, 1.0)  # the same for all; a best rate at an end would favour the others
 REFRESH = 4
 FONTS = ("DejaVu Sans", "DejaVu Sans Mono", "DejaVu Serif", "STIXGeneral", "cmr10", "cmss10", "cmtt10")
 METHODS = {"DP-SGD": None, **{f"{m}, {a} anchors": (m, a) for a in ("drawn", "held out") for m in ("B-GEP", "GEP")}}
