@@ -1,4 +1,4 @@
-"""Public records: random labels, apart from the training set, on the card; and GEP in a DPTrainer from start to end."""
+"""Public records: random labels, apart from the training set, on the card; and GEP in a DPTrainer, start to end."""
 
 import json
 import math
@@ -33,7 +33,9 @@ class Unlabelled(tiny.Padding):
 
 
 def gep_trainer(folder, anchors=None, dp=None, **settings):
-    config = {"anchors": AnchorConfig(**{"k": 8, "num_anchors": 20, "target_modules": ["classifier"], **(anchors or {})})}
+    config = {
+        "anchors": AnchorConfig(**{"k": 8, "num_anchors": 20, "target_modules": ["classifier"], **(anchors or {})})
+    }
     return tiny.trainer(
         folder, dp=config | (dp or {}), data_collator=Unlabelled(), **{"anchor_dataset": public_text(), **settings}
     )
