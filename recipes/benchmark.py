@@ -302,7 +302,7 @@ def main() -> None:
         "--settings", nargs="+", default=list(HEADLINE), help="<model>-<records>x<tokens>, e.g. bert-8x128"
     )
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
-    parser.add_argument("--rounds", type=int, default=5, help="rounds over which the minimum is taken")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds over which the minimum is taken")
     parser.add_argument("--all", action="store_true", help="the whole grid of models and sizes")
     parser.add_argument("--output", default="benchmark", help="name of the files in recipes/results/")
     args = parser.parse_args()
