@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from hf_private.commands.encoder import Encoder
 
 NAME = "demo"
-TRAIN, TEST = 4000, 400  # tickets
+TRAIN, TEST = 6000, 300  # tickets
 DELTA = 1e-5
-BATCH = 160
+BATCH = 256
 SUMMARY = "demo.json"  # also the sign by which an earlier demo's folder is known
 
 

