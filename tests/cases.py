@@ -39,6 +39,7 @@ def _opt() -> nn.Module:
     config = hf.OPTConfig(
         vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, ffn_dim=24, num_attention_heads=2,
         max_position_embeddings=40, word_embed_proj_dim=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        dropout=0.0,
     )  # fmt: skip
     return hf.OPTForCausalLM(config)
 

@@ -49,13 +49,13 @@ def test_single_records_and_single_tokens_are_exact(name, batch_size, length):
     assert_exact(model, loss, cases.make_batch(model, batch_size, length))
 
 
-LORA = ["bert", "roberta", "albert", "gpt2", "opt", "llama", "qwen3", "gemma3", "t5", "bart", "vit", "modernbert"]
+LORA = [name for name in cases.FAMILIES if name not in ("bert-mlm", "bert-choice", "resnet-gn")]
 
 
 @pytest.mark.parametrize("name", LORA)
 def test_lora_is_exact(name):
     model, loss = cases.build(name)
-    heads = [head for head in ("classifier", "score") if hasattr(model, head)]
+    heads = [head for head in ("classifier", "score") if hasattr(model, head) and name != "distilbert"]
     config = LoraConfig(
         r=2, target_modules="all-linear", lora_dropout=0.0, modules_to_save=heads or None, use_rslora=name == "bert"
     )
@@ -112,7 +112,7 @@ def test_one_record_families_are_exact_alone_and_refused_in_company(name):
         book.backward(loss(model, cases.make_batch(model, batch_size=3)))
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5", "vit", "bart"])
+@pytest.mark.parametrize("name", [name for name in cases.FAMILIES if name not in ("albert", "resnet-gn")])  # have none
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_is_exact(name, reentrant):
     model, loss = cases.build(name)
