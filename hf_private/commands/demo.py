@@ -13,6 +13,7 @@ import json
 import shutil
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,9 @@ SUMMARY = "demo.json"  # also the sign by which an earlier demo's folder is know
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-dir", default="hf_private_demo", help="where everything goes (default: %(default)s)")
     parser.add_argument("--epsilon", type=positive, default=8.0, help="privacy budget (default: %(default)s)")
-    parser.add_argument("--steps", type=whole(1), default=24, help="optimizer steps (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=whole(1), help="optimizer steps (default: 24, or 150 for the small random model)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,14 +50,14 @@ def run(args: argparse.Namespace) -> int:
     train, test = tickets.generate(TRAIN, seed=0), tickets.generate(TEST, seed=1)
     say(f"{TRAIN} invented support tickets on {len(tickets.TOPICS)} topics. One of them:\n  {train[0].text}\n")
     encoder = _encoder(say)
+    plan = training.PLANS["pretrained" if encoder.pretrained else "random"]
+    plan = replace(plan, steps=args.steps or plan.steps)
     data = training.Data.tokenized(encoder.tokenizer, train, test)
 
     say(f"Training {encoder.name} with privacy, to epsilon {args.epsilon:g} at delta {DELTA:g} ...")
-    private = training.train(encoder, data, folder, args.steps, BATCH, epsilon=args.epsilon, delta=DELTA)
+    private = training.train(encoder, data, folder, plan, BATCH, epsilon=args.epsilon, delta=DELTA)
     say("The same again without privacy, to compare ...")
-    twin = training.train(
-        _encoder(lambda _: None), data, folder / "twin", args.steps, BATCH, epsilon=None, delta=DELTA
-    )
+    twin = training.train(_encoder(lambda _: None), data, folder / "twin", plan, BATCH, epsilon=None, delta=DELTA)
     shutil.rmtree(folder / "twin", ignore_errors=True)  # it is not private, and was only a yardstick
 
     drawn = picture.draw(
@@ -65,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         "model": encoder.name,
         "pretrained": encoder.pretrained,
         "records": TRAIN,
-        "steps": args.steps,
+        "steps": plan.steps,
         "epsilon": private.epsilon,
         "delta": DELTA,
         "noise_multiplier": private.noise_multiplier,
@@ -112,14 +115,15 @@ def _show(summary: dict, drawn: bool) -> None:
         ("", "accuracy", "epsilon"),
         [
             ("before", f"{accuracy['before']:.1%}", ""),
-            ("private", f"{accuracy['private']:.1%}", f"{summary['epsilon']:.2f}"),
-            ("not private", f"{accuracy['not_private']:.1%}", "infinite"),
+            ("after, private", f"{accuracy['private']:.1%}", f"{summary['epsilon']:.2f}"),
+            ("after, not private", f"{accuracy['not_private']:.1%}", "infinite"),
         ],
     )
     folder = summary["folder"]
     print(f"Done in {summary['seconds']:.0f} s. What to look at next:")
     print(f"  {folder}/README.md            the model's card: what is protected, how strongly, and what is not")
-    print(f"  {folder}/demo.png             epsilon and accuracy over the steps" * drawn, end="\n" * drawn)
+    if drawn:
+        print(f"  {folder}/demo.png             epsilon and accuracy over the steps")
     print(f"  {folder}/carrier_config.json  the method, ready for CarrierConfig.from_pretrained")
     print(f"  hf-private verify {folder}    recompute epsilon from the card's own record")
     print(f"  AutoModelForSequenceClassification.from_pretrained({folder!r})    plain transformers load it")

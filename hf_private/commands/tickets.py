@@ -83,7 +83,7 @@ _FIRST = """Ada Bela Cleo Dario Edda Faro Gita Hugo Ines Jaro Kira Levi Mona Nil
 Wim Yara Zeno""".split()
 _LAST = """Amberg Brook Castell Dorn Elmwood Farrow Gallin Hartley Ivers Jolander Kestrel Lindqvar Marlow Norbeck
 Ostwin Pellam""".split()
-_OPENINGS = ["Hello,", "Hi there,", "Good morning,", "To whom it may concern,", "Hey,", "", "", ""]
+_OPENINGS = ["Hello.", "Hi there!", "Good morning.", "To whom it may concern:", "Hey!", "", "", ""]
 _LINKS = ["Also,", "By the way,", "Besides,", "Not the main thing, but", "As I wrote before,"]
 _CONTACTS = [
     "Order {order}.",
@@ -121,10 +121,11 @@ def generate(count: int, seed: int = 0, aside: float = 1 / 3) -> list[Ticket]:
     tickets = []
     for _ in range(count):
         label = rng.randrange(len(TOPICS))
-        parts = [rng.choice(_OPENINGS), _sentence(rng, TOPICS[label]) + "."]
+        sentences = [_sentence(rng, TOPICS[label])]
         if rng.random() < aside:
-            parts += [rng.choice(_LINKS), _sentence(rng, rng.choice(TOPICS)) + "."]
-        parts.append(_contact(rng))
-        text = " ".join(part for part in parts if part)
-        tickets.append(Ticket(text[0].upper() + text[1:], label))
+            sentences.append(f"{rng.choice(_LINKS)} {_sentence(rng, rng.choice(TOPICS))}")
+            if rng.random() < 1 / 5:  # some come to the point late
+                sentences.reverse()
+        parts = [rng.choice(_OPENINGS), *(f"{text[0].upper()}{text[1:]}." for text in sentences), _contact(rng)]
+        tickets.append(Ticket(" ".join(part for part in parts if part), label))
     return tickets
