@@ -105,6 +105,11 @@ class BookKeeper:
             raise RuntimeError("The batch size is known once the model itself is called, not a part of it.")
         return self._batch_size
 
+    @property
+    def drops_inputs(self) -> bool:
+        """Whether layers' inputs are not kept in the book, so that it pays to make some of them again."""
+        return self.method.drops_inputs
+
     # -- the book ---------------------------------------------------------------------------------------------
 
     def observe(self, name: str, value: PerSample) -> None:

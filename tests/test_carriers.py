@@ -1,6 +1,7 @@
 """RGP and LSG against gradients that were formed: nothing here uses the engine's own way of computing them."""
 
 import math
+import weakref
 
 import cases
 import oracle
@@ -13,6 +14,7 @@ from hf_private.clipping import Clipping
 from hf_private.config import DPConfig
 from hf_private.mechanism import Mechanism
 from hf_private.methods.carriers import Carriers, LowRank, Submatrix, Target, important, kept, power_method
+from hf_private.methods.full import Full
 from hf_private.noise import NoiseSource
 from hf_private.persample import Dense, Outer, Rows
 from hf_private.targets import CarrierConfig, resolve_method
@@ -439,3 +441,47 @@ def test_a_target_that_is_not_trainable_is_refused():
     method = Carriers({"weight": Target(1)})
     with pytest.raises(ValueError, match="`weight` must be trainable"):
         method.attach({})
+
+
+# ---- inputs that are made again instead of kept
+
+
+def test_the_widest_inputs_are_not_kept_until_the_backward_pass():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down, self.seen = nn.Linear(4, 16), nn.Linear(16, 4), []
+
+        def forward(self, x):
+            hidden = nn.functional.gelu(self.up(x))
+            self.seen.append(weakref.ref(hidden.untyped_storage()))
+            return self.down(hidden).mean((1, 2))
+
+    model, x = Block(), torch.randn(3, 5, 4)
+    for method, is_kept in ((Carriers({"down.weight": Target(2)}), False), (Full(), True)):
+        method.attach(trainable(model))
+        method.begin_step(0)
+        with BookKeeper(model, method) as book:
+            losses = model(x)
+            assert (model.seen[-1]() is not None) == is_kept
+            book.backward(losses)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+def test_gradient_checkpointing_changes_nothing(name, reentrant):
+    model, loss, method = prepare(name, r=3)
+    batch = cases.make_batch(model, batch_size=3)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model.train()
+    sums = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        with BookKeeper(model, method) as book:
+            book.backward(loss(model, batch))
+            sums.append(book.weighted_sum(torch.ones(3)))
+    for block, value in sums[0].items():
+        torch.testing.assert_close(sums[1][block], value, rtol=EXACT, atol=1e-12)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..persample import Dense, Outer, widen
+from .activations import remaker
 from .tap import Tap
 
 
@@ -13,8 +14,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, anchor, x: Tensor, weight: Tensor, bias: Tensor | None, tap: Tap, names: tuple, in_first: bool):
         ctx.tap, ctx.names, ctx.in_first, ctx.dtype = tap, names, in_first, x.dtype
+        ctx.remake = remaker(x) if tap.book.drops_inputs else None
         # A bias alone (BiTFiT) needs no input.
-        ctx.save_for_backward(x if names[0] else None, weight)
+        ctx.save_for_backward(x if names[0] and ctx.remake is None else None, weight)
         weight = weight if in_first else weight.t()
         flat = x.reshape(-1, x.shape[-1])
         y = torch.mm(flat, weight) if bias is None else torch.addmm(bias, flat, weight)
@@ -29,7 +31,7 @@ class _Linear(torch.autograd.Function):
         if bias_name:
             ctx.tap.observe(bias_name, Dense(widen(rows).sum(1)))
         if weight_name:
-            a = ctx.tap.rows(x)
+            a = ctx.tap.rows(ctx.remake() if ctx.remake else x)
             left, right = (a, rows) if ctx.in_first else (rows, a)
             ctx.tap.observe(weight_name, Outer(left, right))
         dx = None

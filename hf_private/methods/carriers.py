@@ -201,6 +201,7 @@ class Carriers(Method):
     {'weight:L': torch.Size([2, 5]), 'weight:R': torch.Size([2, 6])}
     """
 
+    drops_inputs = True
     takes_shards = True
 
     def __init__(

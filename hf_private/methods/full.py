@@ -58,6 +58,7 @@ class Method:
     else (low-rank factors, embeddings) changes `observe`, `blocks`, `gradients` and, if it must, the rest.
     """
 
+    drops_inputs = False  # whether `observe` reduces (a, ds) to something smaller, inside the backward pass
     takes_shards = False  # under FSDP2 `parameters` are DTensors, and so is what is summed for a block named as one
 
     def attach(self, parameters: Mapping[str, nn.Parameter]) -> None:
