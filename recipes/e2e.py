@@ -176,9 +176,9 @@ def main(argv: list[str] | None = None) -> dict:
         compute_metrics=perplexity,
         preprocess_logits_for_metrics=token_losses,
     )
-    seconds = train(trainer, options)
+    took = train(trainer, options)
     metrics = trainer.evaluate()
-    return finish(trainer, options, metrics | score_texts(trainer, tokenizer, dev, options), seconds)
+    return finish(trainer, options, metrics | score_texts(trainer, tokenizer, dev, options), took)
 
 
 if __name__ == "__main__":

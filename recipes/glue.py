@@ -157,8 +157,8 @@ def main(argv: list[str] | None = None) -> dict:
         processing_class=tokenizer,
         compute_metrics=compute_metrics,
     )
-    seconds = train(trainer, options)
-    return finish(trainer, options, trainer.evaluate(), seconds)
+    took = train(trainer, options)
+    return finish(trainer, options, trainer.evaluate(), took)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,16 @@ First the learning rate: every method gets the same number of short runs on reco
 the noise of the full run. Then the table, with each method's best. After every cell, <results>.json and <results>.md
 (mean and standard deviation over seeds) and <results>.png (score over epsilon) are written anew.
 
-A cell that was interrupted begins anew, and its folder is emptied, ledger included. That is right for research on
-public data. On private data every run counts, also those of the search: add them up with `hf-private compose`.
+A cell that was interrupted goes on from its last checkpoint, if the file's `settings` have it save any; the steps that
+were lost are charged, so it ends with a little more noise. Without a checkpoint it begins anew, and its folder is
+emptied, ledger included. That is right for research on public data. On private data every run counts, those of the
+search too: add them up with `hf-private compose`.
 """
 
 import argparse
 import itertools
 import json
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from table import markdown, plot, summary
 
 HERE = Path(__file__).parent
 
@@ -106,30 +108,39 @@ class Sweep:
         ]
         return [sys.executable, str(HERE / self.plan["recipe"]), *itertools.chain(*flags)]
 
-    def run(self, cell: Cell, progress: str) -> bool:
-        """Run one cell in a process of its own; its output goes to log.txt in its folder."""
-        folder = self.runs / cell.name
+    def prepared(self, cell: Cell) -> list[str]:
+        """Make the cell's folder, or find a checkpoint of the same cell in it; returns what resumes there."""
+        folder, asked = self.runs / cell.name, self.asked(cell)
         if folder.exists():
             if not (folder / "cell.json").is_file():
                 raise FileExistsError(f"{folder} is not of this sweep. Choose another `runs` folder.")
+            if json.loads((folder / "cell.json").read_text()) == asked and any(folder.glob("checkpoint-*")):
+                return ["--resume_from_checkpoint", "True"]
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
-        (folder / "cell.json").write_text(json.dumps(self.asked(cell), indent=2) + "\n")
-        print(f"[{progress}] {cell.name} ...", end=" ", flush=True)
+        (folder / "cell.json").write_text(json.dumps(asked, indent=2) + "\n")
+        return []
+
+    def run(self, cell: Cell, progress: str) -> bool:
+        """Run one cell in a process of its own; its output goes to log.txt in its folder."""
+        folder, resume = self.runs / cell.name, self.prepared(cell)
+        print(f"[{progress}] {cell.name} {'goes on ' if resume else ''}...", end=" ", flush=True)
         start = time.perf_counter()
-        with open(folder / "log.txt", "w") as log:
-            code = subprocess.run(self.command(cell), stdout=log, stderr=subprocess.STDOUT, check=False).returncode
-        minutes = (time.perf_counter() - start) / 60
+        with open(folder / "log.txt", "a") as log:
+            command = self.command(cell) + resume
+            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+        took = (time.perf_counter() - start) / 60
         self.load([cell])
-        for weights in folder.glob("*.safetensors") if not self.plan.get("keep_models", False) else ():
-            weights.unlink()  # the scores and the privacy record stay
+        if cell.result and not self.plan.get("keep_models", False):  # the scores and the privacy record stay
+            for weights in folder.glob("*.safetensors"):
+                weights.unlink()
+            for checkpoint in folder.glob("checkpoint-*"):
+                shutil.rmtree(checkpoint)
         if code or cell.result is None:
             print(f"FAILED, see {folder / 'log.txt'}")
             return False
-        print(f"{self.metrics[0]} {self.score(cell):.4f} in {minutes:.1f} min")
+        print(f"{self.metrics[0]} {self.score(cell):.4f} in {took:.1f} min")
         return True
-
-    # ---- results
 
     def write(self, tuned: list[Cell], table: list[Cell]) -> None:
         """Results so far as JSON, Markdown and a plot."""
@@ -144,71 +155,9 @@ class Sweep:
         cells = [{"name": c.name, "asked": self.asked(c), **c.result} for c in table if c.result]
         content = {"rows": rows, "learning_rates": chosen, "tuning": trials, "cells": cells}
         self.results.with_suffix(".json").write_text(json.dumps(content, indent=2) + "\n")
-        self.results.with_suffix(".md").write_text(self.markdown(rows, trials, len(table)))
+        self.results.with_suffix(".md").write_text(markdown(self.plan, rows, trials, len(table)))
         if rows:
-            self.plot(rows)
-
-    def markdown(self, rows: list[dict], trials: list[dict], asked: int) -> str:
-        names = [metric.removeprefix("eval_").replace("_", " ") for metric in self.metrics]
-        lines = [
-            f"# {self.plan['title']}", "", self.plan.get("note", "").strip(), "",
-            f"{sum(row['seeds'] for row in rows)} of {asked} runs are done. Mean ± standard deviation over seeds.", "",
-            f"| method | epsilon | {' | '.join(names)} | seeds | learning rate | train minutes |",
-            f"| --- | --- |{' --- |' * len(names)} --- | --- | --- |",
-        ]  # fmt: skip
-        for row in rows:
-            scores = " | ".join(shown(row[metric]) for metric in self.metrics)
-            epsilon = "not private" if row["epsilon"] is None else f"{row['epsilon']:g}"
-            tail = f"{row['seeds']} | {row['learning_rate']:g} | {row['minutes']:.1f}"
-            lines.append(f"| {row['method']} | {epsilon} | {scores} | {tail} |")
-        if trials:
-            lines += ["", f"Learning rates tried ({names[0]} on held-out training records):", ""]
-            for method, group in itertools.groupby(trials, key=lambda trial: trial["method"]):
-                tried = ", ".join(f"{trial['learning_rate']:g}: {trial['score']:.4f}" for trial in group)
-                lines.append(f"- {method}: {tried}")
-        return "\n".join(lines) + "\n"
-
-    def plot(self, rows: list[dict]) -> None:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        figure, axes = pyplot.subplots(figsize=(6, 4))
-        for method in dict.fromkeys(row["method"] for row in rows):
-            points = sorted((row for row in rows if row["method"] == method), key=lambda row: row["epsilon"] or 0)
-            means, spread = zip(*(row[self.metrics[0]] for row in points), strict=True)
-            if points[0]["epsilon"] is None:
-                axes.axhline(means[0], linestyle="--", color="gray", label=f"{method} (not private)")
-            else:
-                axes.errorbar([row["epsilon"] for row in points], means, spread, marker="o", capsize=3, label=method)
-        axes.set(xlabel="epsilon", ylabel=self.metrics[0].removeprefix("eval_"), title=self.plan["title"])
-        axes.legend(fontsize="small")
-        figure.tight_layout()
-        figure.savefig(self.results.with_suffix(".png"), dpi=150)
-        pyplot.close(figure)
-
-
-def summary(cells: list[Cell], metrics: list[str]) -> list[dict[str, Any]]:
-    """One row for each method and epsilon: (mean, deviation) of every metric over the seeds."""
-    groups: dict[tuple, list[Cell]] = {}
-    for cell in cells:
-        groups.setdefault((cell.method, cell.epsilon), []).append(cell)
-    rows = []
-    for (method, epsilon), group in groups.items():
-        row = {"method": method, "epsilon": epsilon, "seeds": len(group)}
-        row["learning_rate"] = group[0].result["learning_rate"]
-        row["minutes"] = statistics.mean(cell.result["train_seconds"] for cell in group) / 60
-        for metric in metrics:
-            values = [cell.result["metrics"][metric] for cell in group]
-            row[metric] = (statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
-        rows.append(row)
-    return rows
-
-
-def shown(value: tuple[float, float]) -> str:
-    mean, deviation = value
-    return f"{mean:.4f} ± {deviation:.4f}" if deviation else f"{mean:.4f}"
+            plot(self.plan, rows, self.results.with_suffix(".png"))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from options import RecipeOptions
 from peft import LoraConfig, get_peft_model
+from torch import Tensor
 from transformers import PreTrainedModel, set_seed
 
 from hf_private import DPTrainer
@@ -18,6 +19,11 @@ class RecipeTrainer(DPTrainer):
     """DPTrainer that also knows DP-PowerSGD, which lives beside the recipes as the example of a new method."""
 
     power_sgd_rank: int | None = None
+    steps_run = 0  # by this process, as against those of a run that it resumed
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.steps_run += 1
+        return super().training_step(*args, **kwargs)
 
     def create_method(self) -> Method:
         if self.power_sgd_rank is None:
@@ -39,16 +45,22 @@ def with_method(model: PreTrainedModel, options: RecipeOptions, **lora: Any) -> 
     return get_peft_model(model, LoraConfig(**settings))
 
 
-def train(trainer: RecipeTrainer, options: RecipeOptions) -> float:
-    """Train, from a checkpoint if `--resume_from_checkpoint` says so; returns the wall time in seconds."""
+def train(trainer: RecipeTrainer, options: RecipeOptions) -> dict[str, float]:
+    """Train, from a checkpoint if `--resume_from_checkpoint` names one (True: the last); returns what it took.
+
+    `train_seconds` is this process's wall time: after a resume, that of the steps from `resumed_at` on.
+    """
     if options.method == "powersgd":
         trainer.power_sgd_rank = options.rank
-    start = time.perf_counter()
-    trainer.train(trainer.args.resume_from_checkpoint)
-    return time.perf_counter() - start
+    checkpoint, start = trainer.args.resume_from_checkpoint, time.perf_counter()
+    trainer.train(True if checkpoint == "True" else checkpoint)
+    return {
+        "train_seconds": round(time.perf_counter() - start, 1),
+        "resumed_at": trainer.state.global_step - trainer.steps_run,
+    }
 
 
-def finish(trainer: RecipeTrainer, options: RecipeOptions, metrics: dict[str, float], seconds: float) -> dict:
+def finish(trainer: RecipeTrainer, options: RecipeOptions, metrics: dict[str, float], took: dict[str, float]) -> dict:
     """Save the model with its card, and the scores as results.json; show them."""
     trainer.save_model()
     report, args = trainer.privacy_spent(), trainer.args
@@ -61,7 +73,7 @@ def finish(trainer: RecipeTrainer, options: RecipeOptions, metrics: dict[str, fl
         "seed": args.seed,
         "steps": trainer.state.global_step,
         "learning_rate": args.learning_rate,
-        "train_seconds": round(seconds, 1),
+        **took,
         "metrics": metrics,
         "dp_config": trainer.privacy_record()["settings"],
     }
@@ -71,5 +83,5 @@ def finish(trainer: RecipeTrainer, options: RecipeOptions, metrics: dict[str, fl
             "not private" if results["epsilon"] is None else f"epsilon {report.epsilon:.3f} at delta {report.delta:g}"
         )
         scores = ", ".join(f"{name.removeprefix('eval_')} {value:.4f}" for name, value in metrics.items())
-        print(f"{options.method}: {scores}; {spent}; {seconds:.0f} s; {args.output_dir}")
+        print(f"{options.method}: {scores}; {spent}; {took['train_seconds']:.0f} s; {args.output_dir}")
     return results

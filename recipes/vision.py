@@ -195,8 +195,8 @@ def main(argv: list[str] | None = None) -> dict:
         per_sample_loss=class_losses,
         compute_metrics=lambda p: accuracy.compute(predictions=p.predictions.argmax(-1), references=p.label_ids),
     )
-    seconds = train(trainer, options)
-    return finish(trainer, options, trainer.evaluate(), seconds)
+    took = train(trainer, options)
+    return finish(trainer, options, trainer.evaluate(), took)
 
 
 if __name__ == "__main__":

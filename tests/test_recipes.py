@@ -351,12 +351,13 @@ from pathlib import Path
 asked = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 folder, rate = Path(asked["--output_dir"]), float(asked["--learning_rate"])
 with open(folder.parent / "calls.txt", "a") as calls:
-    calls.write(folder.name + "\\n")
+    calls.write(folder.name + (":resumed" if "--resume_from_checkpoint" in asked else "") + "\\n")
 if (folder.parent / "broken").exists():
     sys.exit(1)
 score = 1 - abs(rate - 0.2) + float(asked.get("--seed", 0)) / 100
 metrics = {"eval_accuracy": score}
-(folder / "results.json").write_text(json.dumps({"learning_rate": rate, "train_seconds": 60, "metrics": metrics}))
+took = {"train_seconds": 60, "steps": 10, "resumed_at": 5 if "--resume_from_checkpoint" in asked else 0}
+(folder / "results.json").write_text(json.dumps({"learning_rate": rate, "metrics": metrics, **took}))
 """
 
 
@@ -400,8 +401,13 @@ def test_a_sweep_goes_on_where_it_stopped(table):
     before = calls(table)
     (table / "runs/rgp_eps3_seed1/results.json").unlink()  # as if it had been interrupted
     (table / "runs/bk_eps8_seed1/cell.json").write_text('{"learning_rate": 9}')  # as if its settings had changed
+    (table / "runs/np_seed1/results.json").unlink()
+    (table / "runs/np_seed1/checkpoint-5").mkdir()  # interrupted, but after a checkpoint
     sweep.main(["--config", str(table / "sweep.yaml")])
-    assert sorted(calls(table)[len(before) :]) == ["bk_eps8_seed1", "rgp_eps3_seed1"]
+    assert sorted(calls(table)[len(before) :]) == ["bk_eps8_seed1", "np_seed1:resumed", "rgp_eps3_seed1"]
+    rows = {row["method"]: row for row in json.loads((table / "out.json").read_text())["rows"]}
+    assert rows["np"]["minutes"] == 2.0  # half of the steps took a minute
+    assert not (table / "runs/np_seed1/checkpoint-5").exists()
 
 
 def test_a_sweep_survives_failures_and_leaves_strange_folders_alone(table, capsys):

@@ -1,0 +1,78 @@
+"""What a sweep writes: its table as Markdown, and a plot of the score over epsilon."""
+
+import itertools
+import statistics
+from pathlib import Path
+from typing import Any
+
+
+def summary(cells: list, metrics: list[str]) -> list[dict[str, Any]]:
+    """One row for each method and epsilon: (mean, deviation) of every metric over the seeds."""
+    groups: dict[tuple, list] = {}
+    for cell in cells:
+        groups.setdefault((cell.method, cell.epsilon), []).append(cell)
+    rows = []
+    for (method, epsilon), group in groups.items():
+        row = {"method": method, "epsilon": epsilon, "seeds": len(group)}
+        row["learning_rate"] = group[0].result["learning_rate"]
+        row["minutes"] = statistics.mean(minutes(cell.result) for cell in group)
+        for metric in metrics:
+            values = [cell.result["metrics"][metric] for cell in group]
+            row[metric] = (statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
+        rows.append(row)
+    return rows
+
+
+def minutes(result: dict[str, Any]) -> float:
+    """Wall time of a run; of one that was resumed, at the speed of the steps since."""
+    return result["train_seconds"] / 60 * result["steps"] / max(1, result["steps"] - result["resumed_at"])
+
+
+def shown(value: tuple[float, float]) -> str:
+    mean, deviation = value
+    return f"{mean:.4f} ± {deviation:.4f}" if deviation else f"{mean:.4f}"
+
+
+def markdown(plan: dict[str, Any], rows: list[dict], trials: list[dict], asked: int) -> str:
+    """The table, and the learning rates that were tried."""
+    names = [metric.removeprefix("eval_").replace("_", " ") for metric in plan["metrics"]]
+    lines = [
+        f"# {plan['title']}", "", plan.get("note", "").strip(), "",
+        f"{sum(row['seeds'] for row in rows)} of {asked} runs are done. Mean ± standard deviation over seeds.", "",
+        f"| method | epsilon | {' | '.join(names)} | seeds | learning rate | train minutes |",
+        f"| --- | --- |{' --- |' * len(names)} --- | --- | --- |",
+    ]  # fmt: skip
+    for row in rows:
+        scores = " | ".join(shown(row[metric]) for metric in plan["metrics"])
+        epsilon = "not private" if row["epsilon"] is None else f"{row['epsilon']:g}"
+        tail = f"{row['seeds']} | {row['learning_rate']:g} | {row['minutes']:.1f}"
+        lines.append(f"| {row['method']} | {epsilon} | {scores} | {tail} |")
+    if trials:
+        lines += ["", f"Learning rates tried ({names[0]} on held-out training records):", ""]
+        for method, group in itertools.groupby(trials, key=lambda trial: trial["method"]):
+            tried = ", ".join(f"{trial['learning_rate']:g}: {trial['score']:.4f}" for trial in group)
+            lines.append(f"- {method}: {tried}")
+    return "\n".join(lines) + "\n"
+
+
+def plot(plan: dict[str, Any], rows: list[dict], path: Path) -> None:
+    """The first metric over epsilon, a line for each method."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    metric = plan["metrics"][0]
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    for method in dict.fromkeys(row["method"] for row in rows):
+        points = sorted((row for row in rows if row["method"] == method), key=lambda row: row["epsilon"] or 0)
+        means, spread = zip(*(row[metric] for row in points), strict=True)
+        if points[0]["epsilon"] is None:
+            axes.axhline(means[0], linestyle="--", color="gray", label=f"{method} (not private)")
+        else:
+            axes.errorbar([row["epsilon"] for row in points], means, spread, marker="o", capsize=3, label=method)
+    axes.set(xlabel="epsilon", ylabel=metric.removeprefix("eval_"), title=plan["title"])
+    axes.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
