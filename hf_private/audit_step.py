@@ -143,7 +143,7 @@ class _Batches:
         lengths = [length_of(self.records[n]) for n in numbers]
         parts = split(lengths, self.collator.max_rows, self.collator.max_tokens)
         rows = [[numbers[i] for i in part] for part in parts]
-        return [(part, self.prepare(self.collator.collator([self.records[n] for n in part]))) for part in rows]
+        return [(part, self.prepare(self.collator.collate([self.records[n] for n in part]))) for part in rows]
 
 
 class _Step:

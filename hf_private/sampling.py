@@ -179,24 +179,46 @@ class LogicalCollator:
         collator: The user's data collator: list of records to one batch.
         max_rows: Most records in a micro-batch.
         max_tokens: Most tokens in a micro-batch after padding (rows x longest). A longer record goes alone.
+        rows_of: Names of tensors that must have one row for each record. Clipping bounds the influence of a row: a
+            record in several rows would have several times that, and records in one row would not be told apart.
 
     >>> collator = LogicalCollator(lambda records: [r["input_ids"] for r in records], max_rows=2)
     >>> collator([{"input_ids": [1]}, {"input_ids": [2, 3, 4]}, {"input_ids": [5, 6]}]).micro_batches
     [[[2, 3, 4], [5, 6]], [[1]]]
     """
 
-    def __init__(self, collator: Callable[[list[Any]], Any], max_rows: int, max_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        collator: Callable[[list[Any]], Any],
+        max_rows: int,
+        max_tokens: int | None = None,
+        rows_of: Sequence[str] = (),
+    ) -> None:
         whole(1, max_rows=max_rows)
         if max_tokens is not None:
             whole(1, max_tokens=max_tokens)
         self.collator = collator
         self.max_rows = max_rows
         self.max_tokens = max_tokens
+        self.rows_of = tuple(rows_of)
 
     def __call__(self, features: list[Any]) -> LogicalBatch:
         reseed_global()  # masking collators draw from the global generators
         parts = split([length_of(feature) for feature in features], self.max_rows, self.max_tokens)
-        return LogicalBatch([self.collator([features[i] for i in part]) for part in parts], size=len(features))
+        return LogicalBatch([self.collate([features[i] for i in part]) for part in parts], size=len(features))
+
+    def collate(self, records: list[Any]) -> Any:
+        """One micro-batch, with one row for each record."""
+        batch = self.collator(records)
+        for name in self.rows_of:
+            shape = getattr(batch.get(name), "shape", ())
+            if shape and shape[0] != len(records):
+                raise ValueError(
+                    f"`data_collator` must return one row for each record, got {shape[0]} rows of `{name}` for"
+                    f" {len(records)} records. Do not pack or split records in it: cut the dataset into records that"
+                    " fit, and set `records_per_unit` to the largest number that one person then has."
+                )
+        return batch
 
 
 def split(lengths: Sequence[int], max_rows: int, max_tokens: int | None = None) -> list[list[int]]:

@@ -29,7 +29,7 @@ from .clipping import Clipping
 from .config import DPConfig, refusals
 from .guards import check_gradients, check_optimizer, order_of
 from .keystream import Key
-from .losses import PerSampleLoss, base_model
+from .losses import LABEL_NAMES, PerSampleLoss, base_model
 from .mechanism import Mechanism
 from .methods.full import Method
 from .noise import NoiseSource, reseed_global
@@ -206,7 +206,12 @@ class DPTrainer(PublishingTrainer):
         return PoissonLoader(
             dataset,
             sampler,
-            LogicalCollator(collator, args.per_device_train_batch_size, self.dp_config.micro_batch_tokens),
+            LogicalCollator(
+                collator,
+                args.per_device_train_batch_size,
+                self.dp_config.micro_batch_tokens,
+                rows_of=(getattr(base_model(self.model), "main_input_name", "input_ids"), *LABEL_NAMES),
+            ),
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers,

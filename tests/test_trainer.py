@@ -534,6 +534,31 @@ def test_a_parameter_without_a_gradient_is_an_error(tmp_path: Path, value: float
         made.train()
 
 
+class Packing(tiny.Padding):
+    """Two records in a row."""
+
+    def __call__(self, records: list[dict]) -> dict[str, Tensor]:
+        pairs = [records[i : i + 2] for i in range(0, len(records), 2)]
+        joined = [{**pair[0], "input_ids": sum((r["input_ids"][:4] for r in pair), [])} for pair in pairs]
+        return super().__call__(joined)
+
+
+class Splitting(tiny.Padding):
+    """Several rows for a long record, each of which would be clipped by itself."""
+
+    def __call__(self, records: list[dict]) -> dict[str, Tensor]:
+        parts = [{**r, "input_ids": r["input_ids"][i : i + 3]} for r in records for i in range(0, 9, 3)]
+        return super().__call__([part for part in parts if part["input_ids"]])
+
+
+@pytest.mark.parametrize("collator", [Packing(), Splitting()], ids=["packing", "splitting"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_row_must_be_a_record(tmp_path: Path, collator: Any, workers: int) -> None:
+    made = tiny.trainer(tmp_path, data_collator=collator, dataloader_num_workers=workers)
+    with pytest.raises(ValueError, match="`data_collator` must return one row for each record, got"):
+        made.train()
+
+
 def test_refusals_come_before_the_hub_repo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "init_hf_repo", lambda *_: pytest.fail("the repo was created"))
     for settings, named in (
