@@ -25,7 +25,7 @@ from .clipping import Clipping
 from .methods.full import Full, Method
 from .noise import NoiseSource, reseed_global
 from .ranks import Ranks
-from .shards import Shards, wide
+from .shards import Shards, together, wide
 
 Batch = Mapping[str, Any]
 PerSampleLossFn = Callable[[nn.Module, Batch], Tensor]
@@ -82,12 +82,7 @@ class Mechanism:
         self.ranks.begin_step(self.parameters)
         if not self.noise.reproducible:
             reseed_global()  # a dropout mask that can be replayed is a side channel
-        self.method.begin_step(self.steps)
-
-        if self.shards.sharded:  # every layer is a collective: a rank that fails must end, not say so in between
-            sums = self._clipped_sums(micro_batches)
-        else:
-            sums = self.ranks.agree(self._clipped_sums, micro_batches)
+        sums = together(self.ranks, self.model, self._clipped_sums, micro_batches)
         self.ranks.add_up({block: sums[block] for block in sums if block not in self.shards.rows})
         stds = self.method.stds(self.noise_multiplier, self.clipping.clip_norm)
         self.noise.add_(self.steps, sums, stds, {b: x for b, x in self.shards.offsets().items() if b in sums})
@@ -99,6 +94,7 @@ class Mechanism:
 
     def _clipped_sums(self, micro_batches: Iterable[Batch]) -> dict[str, Tensor]:
         """Sum of the clipped per-sample gradients by block; zeros where the draw reached nothing."""
+        self.method.begin_step(self.steps)
         sums: dict[str, Tensor] = {}
         if self.nonprivate is not None:
             self.nonprivate = {"loss_sum": 0.0, "batch_size": 0, "nonfinite_records": 0}

@@ -11,10 +11,12 @@ from typing import Any
 
 from huggingface_hub import CommitInfo
 from transformers import Trainer
-from transformers.utils import PushInProgress
+from transformers.utils import PushInProgress, logging
 
-from .cards import write_card
+from .cards import weight_hashes, write_card
 from .release import publish, stage
+
+logger = logging.get_logger(__name__)
 
 
 class UnsavedToken(str):
@@ -30,6 +32,19 @@ class PublishingTrainer(Trainer):
     def privacy_record(self) -> dict[str, Any]:
         """All public facts that a card needs, as plain values."""
         raise NotImplementedError
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save a model that `from_pretrained` loads, with its card; all ranks call it.
+
+        Under FSDP2's SHARDED_STATE_DICT Trainer saves none. Here only checkpoints are in shards, which resume faster.
+        """
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        in_shards = "SHARDED_STATE_DICT" in str(getattr(plugin, "state_dict_type", ""))
+        if in_shards and (output_dir is None or not _internal_call):
+            whole = self.accelerator.get_state_dict(self.model)
+            if self.args.should_save:
+                self._save(output_dir, state_dict=whole)
+        super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)
@@ -82,6 +97,9 @@ class PublishingTrainer(Trainer):
         args, pushing = self.args, self.push_in_progress
         busy = pushing is not None and not pushing.is_done()
         if not self.is_world_process_zero() or args.hub_strategy == "end" or (busy and not args.hub_always_push):
+            return
+        if not weight_hashes(checkpoint_folder):
+            logger.warning(f"{checkpoint_folder} is in shards, which nobody could load: it is not pushed.")
             return
         self.callback_handler.on_push_begin(args, self.state, self.control)
         # the checkpoint may be rotated away before it has been uploaded

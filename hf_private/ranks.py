@@ -61,8 +61,11 @@ class Ranks:
     # ---- what the ranks know together
 
     def key(self) -> Key:
-        """A secret key that all ranks share: rank 0 asks its operating system."""
-        return Key.shared(self._of_first)
+        """A secret key that all ranks share: rank 0 asks its operating system. A rank without it is an error on all:
+        it would draw records that others draw too, and noise of its own."""
+        key = Key.shared(self._of_first)
+        self.same(key=key.stream("agreement").words(0, 2).tolist())  # these words give nothing away of others
+        return key
 
     def _of_first(self, own: bytes) -> bytes:
         if self.world_size == 1:
@@ -147,20 +150,40 @@ class Ranks:
         self._until_check = (self._until_check + 1) % CHECK_EVERY
 
     def check_weights(self, parameters: Mapping[str, Tensor]) -> None:
-        """Raise if a weight that every rank holds (no shard) is not the same on all, to the last bit."""
-        whole = {name: p for name, p in parameters.items() if not isinstance(p, DTensor)}
-        if self.world_size == 1 or not whole:
-            return
-        own = torch.stack([fingerprint(p) for p in whole.values()]).to(self.device)
-        least, most = own.clone(), own.clone()
-        dist.all_reduce(least, dist.ReduceOp.MIN)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        if differing := [name for name, odd in zip(whole, (least != most).any(1).tolist(), strict=True) if odd]:
+        """Raise if a weight, or a shard of it, is not the same on all ranks that hold it, to the last bit."""
+        if self.world_size > 1:
+            self.agree(self._compare, parameters)
+
+    def _compare(self, parameters: Mapping[str, Tensor]) -> None:
+        together: dict[Any, list[str]] = {}  # names by the group of ranks that hold the same
+        for name, p in parameters.items():
+            for group in _holders(p):
+                together.setdefault(group, []).append(name)
+        differing: list[str] = []
+        for group, names in together.items():
+            own = torch.stack([fingerprint(_local(parameters[name])) for name in names]).to(self.device)
+            least, most = own.clone(), own.clone()
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+            differing += [name for name, odd in zip(names, (least != most).any(1).tolist(), strict=True) if odd]
+        if differing:
             raise RankError(
                 f"`{differing[0]}` must be the same on all ranks, got different weights ({len(differing)} of"
-                f" {len(whole)} parameters differ). Something updates them besides the private gradient: an optimizer"
-                " or a callback that acts on one rank, or devices of different kinds. Resume from the last checkpoint."
+                f" {len(parameters)} parameters differ). Something updates them besides the private gradient: an"
+                " optimizer or a callback that acts on one rank, or devices of different kinds. Resume from the last"
+                " checkpoint."
             )
+
+
+def _holders(p: Tensor) -> list[dist.ProcessGroup | None]:
+    """The groups of ranks that hold the same as this one: all (None), or under FSDP2 those along replicated axes."""
+    if not isinstance(p, DTensor):
+        return [None]
+    return [p.device_mesh.get_group(axis) for axis, placement in enumerate(p.placements) if placement.is_replicate()]
+
+
+def _local(p: Tensor) -> Tensor:
+    return p.to_local() if isinstance(p, DTensor) else p
 
 
 def _buckets(blocks: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -177,6 +177,11 @@ def caveats(record: dict[str, Any]) -> list[str]:
         found.append("It was stated, and not checked, that the base model was privately trained on other records.")
     if record["settings"].get("anchors"):
         found.append("That the data of GEP's subspace is public was stated; only shared rows were looked for.")
+    if any(isinstance(run.get("ranks"), int) and run["ranks"] > 1 for run in runs):
+        found.append(
+            "It was trained on several ranks: all of them, and the network between them, are trusted with the keys and"
+            " with sums before noise."
+        )
     if (record.get("evaluation") or {}).get("chooses_model"):
         found.append("The checkpoint was chosen by metrics on the evaluation data, which is not covered.")
     return found

@@ -9,7 +9,7 @@ Blocks that are no parameter (gradient carriers) are small: every rank has them 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from .bookkeeping import trainable
 from .ranks import Ranks
 
 Batch = Mapping[str, Any]
+T = TypeVar("T")
 
 
 class Rows(NamedTuple):
@@ -46,6 +47,13 @@ class Shards:
         self.parameters = trainable(model)
         _refuse_others(model, self.modules)
         self.rows = {name: _rows(name, p) for name, p in self.parameters.items() if isinstance(p, DTensor)}
+        for name in self.rows:
+            mesh = self.parameters[name].device_mesh
+            if mesh.size() != ranks.world_size:  # two halves would add the same noise to different sums
+                raise ValueError(
+                    f"`{name}` must be spread over all {ranks.world_size} ranks, got a mesh of {mesh.size()}. Let the"
+                    " mesh of FSDP2 cover all ranks; with a replicated axis it may shard over some of them."
+                )
         if self.sharded and dummy is None:
             raise ValueError(
                 "`dummy` must be given for a model under FSDP2, got None: a rank without records needs a public batch"
@@ -102,6 +110,16 @@ class Shards:
         return DTensor.from_local(
             gradient.to(p.dtype), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
         )
+
+
+def together(ranks: Ranks, model: nn.Module, action: Callable[..., T], *args: Any) -> T:
+    """Run the model on all ranks; if that fails on one it is an error on all.
+
+    Under FSDP2 every layer is a collective: a rank that fails cannot say so in between. It must end, and with it the
+    collective that the others are in.
+    """
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    return action(*args) if sharded else ranks.agree(action, *args)
 
 
 def wide(p: Tensor) -> torch.dtype:
