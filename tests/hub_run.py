@@ -21,6 +21,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {},
     "carriers": {"carriers": {"r": 2, "sparsity": 0.5}},
+    "gep": {"anchors": {"k": 4, "num_anchors": 8, "target_modules": ["classifier"]}},
 }
 
 
@@ -57,7 +58,8 @@ def run(method: str, folder: Path) -> dict[str, Any]:
         args,
         dp_config=DPConfig(noise_multiplier=4.0, expected_batch_size=4, **METHODS[method]),
         train_dataset=records,
-        eval_dataset=records,
+        eval_dataset=Dataset.from_list(tiny.text(seed=2)),
+        anchor_dataset=Dataset.from_list(tiny.text(seed=1)) if method == "gep" else None,
         data_collator=tiny.Padding(),
     )
     for name in ("runs/Nov01/events.out.tfevents.1", "rng_state.pth", "train.log", "all_results.json"):

@@ -22,7 +22,7 @@ TOKEN = "hf_" + "t" * 34
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[HubStub, dict[str, Any]]]:
-    """A hub after three runs that pushed twice while they trained and once at their end, and what they read back."""
+    """A hub after four runs that pushed twice while they trained and once at their end, and what they read back."""
     folder = tmp_path_factory.mktemp("hub")
     with HubStub() as hub:
         environment = {
@@ -45,7 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[HubStub, di
         yield hub, json.loads((folder / "results.json").read_text())
 
 
-@pytest.fixture(params=["full", "lora", "carriers"])
+@pytest.fixture(params=["full", "lora", "carriers", "gep"])
 def pushed(request: pytest.FixtureRequest, runs: tuple) -> tuple[list[Commit], dict[str, Any], str]:
     """The commits of one run, what it read back, and its method."""
     hub, results = runs
@@ -76,6 +76,15 @@ def test_what_arrives_can_be_verified(pushed) -> None:
     config = "adapter_config.json" if method == "lora" else "config.json"
     assert {"README.md", "privacy.json", "privacy_curve.svg", weights, config} <= {*result["names"]}
     assert method != "carriers" or "carrier_config.json" in result["names"]
+
+
+def test_a_card_of_gep_names_its_public_data(runs) -> None:
+    hub, _ = runs
+    last = [commit for commit in hub.commits if commit.repo == "someone/gep"][-1]
+    anchors = json.loads(last.files["privacy.json"])["settings"]["anchors"]
+    card = last.files["README.md"].decode()
+    assert anchors["dataset_fingerprint"] and anchors["dataset_fingerprint"] in card
+    assert (anchors["dataset_name"] or "not named") in card
 
 
 def test_periodic_pushes_carry_card_and_record(pushed) -> None:
@@ -122,5 +131,5 @@ def test_metadata_is_valid(runs, pushed) -> None:
     assert data["differential_privacy"]["private"] is True
     assert "differential-privacy" in data["tags"]
     assert ("lora" in data["tags"]) is (method == "lora")
-    words = {"full": "BK", "lora": "LoRA", "carriers": "LSG"}
+    words = {"full": "BK", "lora": "LoRA", "carriers": "LSG", "gep": "GEP"}
     assert words[method] in data["differential_privacy"]["method"]

@@ -40,9 +40,9 @@ class Padding:
         return {name: torch.tensor(rows) for name, rows in batch.items()}
 
 
-def text(kind: str = "class", records: int = RECORDS) -> list[dict[str, Any]]:
+def text(kind: str = "class", records: int = RECORDS, seed: int = 0) -> list[dict[str, Any]]:
     """Records of 3 to 9 tokens; labels for classification, for each token, or the tokens themselves."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     made = []
     for index in range(records):
         length = int(torch.randint(3, 10, (1,), generator=generator))
