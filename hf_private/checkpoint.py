@@ -134,14 +134,18 @@ class Spending:
         records_per_unit: int = 1,
         writes: bool = True,
     ) -> None:
-        self.folder = Path(folder)
-        self.target_delta, self.target_epsilon = target_delta, target_epsilon
-        self.accountant, self.records_per_unit, self.writes = accountant, records_per_unit, writes
+        self.folder, self.writes = Path(folder), writes
+        self.aim(target_epsilon, target_delta, accountant, records_per_unit)
         self.steps_left: int | None = None
         self._ledger: PrivacyLedger | None = None
         self._resumes = False
         self._permitted: Event | None = None
         self._phase = 0
+
+    def aim(self, target_epsilon: float | None, target_delta: float, accountant: str, records_per_unit: int) -> None:
+        """Set the budget, and how it is measured, for the runs to come."""
+        self.target_epsilon, self.target_delta = target_epsilon, target_delta
+        self.accountant, self.records_per_unit = accountant, records_per_unit
 
     @contextmanager
     def open(self, checkpoint: str | Path | None = None) -> Iterator[None]:

@@ -195,6 +195,18 @@ def _parallel(args: TrainingArguments) -> bool:
 REFUSED_ARGS = (
     Refusal("fp16", lambda a: a.fp16, "its loss scaler skips steps when private gradients overflow", "Use bf16=True."),
     Refusal(
+        "mixed_precision",  # of a launcher
+        lambda a: not a.fp16 and a.mixed_precision not in ("no", "bf16"),
+        "it scales the loss, and skips steps when private gradients overflow",
+        "Use bf16.",
+    ),
+    Refusal(
+        "gradient_accumulation_steps",  # the loop's own, which DPTrainer sets to 1
+        lambda a: a.gradient_accumulation_steps != 1,
+        "each step of the loop is a whole private step, and all but the last would be thrown away",
+        "Set it before DPTrainer is built, or set `expected_batch_size` of DPConfig.",
+    ),
+    Refusal(
         "torch_compile", lambda a: a.torch_compile, "per-record gradients are not traced", "Set torch_compile=False."
     ),
     Refusal(
@@ -271,6 +283,11 @@ def _launched() -> Iterator[str]:
     for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"):
         if on(name):
             yield f"`{name}` cannot be combined with privacy: it owns backward and the gradients. Launch DDP or FSDP2."
+    if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
+        yield (
+            "`ACCELERATE_DYNAMO_BACKEND` cannot be combined with privacy: per-record gradients are not traced. Launch"
+            " with dynamo_backend: 'no'."
+        )
     if on("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
         yield (
             "`fsdp_version` = 1 cannot be combined with privacy: FSDP1 flattens parameters, so that layers cannot be"

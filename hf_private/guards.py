@@ -1,15 +1,89 @@
-"""What must be true of a run before its update is trusted: of its optimizer, its gradients, its data on all ranks."""
+"""What must be true of a run before its update is trusted: of its data, on all ranks, its optimizer, its gradients."""
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from transformers import Trainer, TrainingArguments
+from transformers.utils import logging
 
 from .bookkeeping import trainable
+from .ranks import Ranks
+
+logger = logging.get_logger(__name__)
 
 SAMPLES = 64  # records that are compared between ranks
+SHARED = (  # settings by which ranks would come to different weights, or wait for each other for ever
+    *("seed", "optim", "learning_rate", "weight_decay", "lr_scheduler_type", "warmup_steps", "max_steps"),
+    *("num_train_epochs", "eval_strategy", "eval_steps", "save_strategy", "save_steps", "load_best_model_at_end"),
+)
+LAYOUTS = {  # what a checkpoint holds -> how it was saved
+    "pytorch_model_fsdp_0": "FSDP2's SHARDED_STATE_DICT",
+    "pytorch_model_fsdp.bin": "FSDP2's FULL_STATE_DICT",
+}
+
+
+def check_ranks(ranks: Ranks, args: TrainingArguments) -> None:
+    """The ranks that share out the draw must be those that add up the sums, and be set up alike."""
+    if (ranks.rank, ranks.world_size) != (args.process_index, args.world_size):
+        raise ValueError(
+            f"`world_size` must be that of torch's process group, got {args.world_size} in TrainingArguments and"
+            f" {ranks.world_size} there: a record would be taken by several ranks. Start the script with torchrun or"
+            " `accelerate launch`, which tell both."
+        )
+    ranks.same(**{name: getattr(args, name) for name in SHARED})
+
+
+def check_layout(checkpoint: str | None, trainer: Trainer) -> None:
+    """Trainer would find out on one rank, while the others wait, that it cannot read a checkpoint to resume from."""
+    if not checkpoint:
+        return
+    if trainer.is_distributed_loading_by_transformers:
+        raise ValueError(
+            f"`resume_from_checkpoint` = {checkpoint!r} cannot be read into a model that was sharded by"
+            " `distributed_config`: Trainer saves no optimizer with it. Launch FSDP2 by Accelerate to resume"
+            " (recipes/accelerate/fsdp2.yaml), or load the checkpoint with from_pretrained and start a new phase with"
+            " train(): what was spent stays charged."
+        )
+    found = next((text for name, text in LAYOUTS.items() if Path(checkpoint, name).exists()), "a plain checkpoint")
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    kind = str(getattr(plugin, "state_dict_type", "")).rpartition(".")[2]
+    wanted = f"FSDP2's {kind}" if kind else "a plain checkpoint"
+    if found != wanted:
+        raise ValueError(
+            f"`resume_from_checkpoint` must be {wanted} as this run is set up, got {found} in {checkpoint!r}. Resume"
+            " the way it was saved (fsdp_state_dict_type), on any number of ranks; or load its weights with"
+            " from_pretrained and start a new phase with train(): what was spent stays charged."
+        )
+
+
+def check_size(expected_batch_size: int, target_delta: float, num_records: int) -> None:
+    """The batch must fit into the data, and delta should mean something for so many records."""
+    if expected_batch_size > num_records:
+        raise ValueError(
+            f"`expected_batch_size` must be at most the number of records ({num_records}), got"
+            f" {expected_batch_size}. Lower it, or gradient_accumulation_steps and the batch per device."
+        )
+    if target_delta >= 1 / num_records:
+        logger.warning(
+            f"`target_delta` = {target_delta} is not below 1 / {num_records} records: publishing one record at random"
+            " would satisfy it. Choose it well below."
+        )
+
+
+def check_evaluation(evaluation: Any, training: Any) -> None:
+    """No evaluation set may be the training set, as far as that can be seen: its metrics are logged without noise."""
+    mark = getattr(training, "_fingerprint", None)  # of a datasets.Dataset: equal for equal contents and history
+    for dataset in evaluation.values() if isinstance(evaluation, dict) else (evaluation,):
+        same = dataset is training or (mark is not None and getattr(dataset, "_fingerprint", None) == mark)
+        if dataset is not None and same:
+            raise ValueError(
+                "`eval_dataset` must not be the training set, got the same records: their loss would be logged without"
+                " noise. Evaluate on other records, or set `log_nonprivate=True`, which makes the run NOT PRIVATE."
+            )
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:

@@ -8,18 +8,17 @@ import copy
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
-from . import __version__
 from .accounting import EpsilonReport
 from .anchor_data import anchored, with_books
 from .bookkeeping import trainable
@@ -27,7 +26,16 @@ from .callbacks import PrivacyCallback
 from .checkpoint import LEDGER, Spending, base_record, last_checkpoint
 from .clipping import Clipping
 from .config import DPConfig, refusals
-from .guards import check_gradients, check_optimizer, order_of
+from .facts import public_facts
+from .guards import (
+    check_evaluation,
+    check_gradients,
+    check_layout,
+    check_optimizer,
+    check_ranks,
+    check_size,
+    order_of,
+)
 from .keystream import Key
 from .losses import LABEL_NAMES, PerSampleLoss, base_model
 from .mechanism import Mechanism
@@ -37,13 +45,13 @@ from .publishing import PublishingTrainer, UnsavedToken
 from .ranks import Ranks
 from .sampling import LogicalBatch, LogicalCollator, PoissonLoader, PoissonSampler
 from .selfcheck import LENGTH, self_check
+from .shards import together
 from .synthetic import synthetic_batch
 from .targets import resolve_method
 
 logger = logging.get_logger(__name__)
 
 NONPRIVATE_METRICS = ("loss", "train_loss", "grad_norm", "num_input_tokens_seen")
-LIBRARIES = ("torch", "transformers", "accelerate", "peft", "datasets", "dp-accounting", "prv-accountant")
 
 
 class Keys(NamedTuple):
@@ -121,6 +129,13 @@ class DPTrainer(PublishingTrainer):
         self.callback_handler.callbacks.insert(0, self.privacy_callback)  # before the reporters, who then see epsilon
 
     def _validate_args(self) -> None:
+        self._check_settings()
+        super()._validate_args()
+        if self.train_dataset is not None:
+            check_size(self.expected_batch_size, self.dp_config.target_delta, len(self.train_dataset))
+
+    def _check_settings(self) -> None:
+        """Refuse what would void the guarantee; again at each `train()`, for all of it can be set later, too."""
         problems = refusals(
             self.args,
             train_dataset=self.train_dataset,
@@ -130,21 +145,8 @@ class DPTrainer(PublishingTrainer):
         )
         if found := list(problems):
             raise ValueError("\n".join(found))
-        super()._validate_args()
-        if self.train_dataset is not None:
-            self._check_size(len(self.train_dataset))
-
-    def _check_size(self, num_records: int) -> None:
-        if self.expected_batch_size > num_records:
-            raise ValueError(
-                f"`expected_batch_size` must be at most the number of records ({num_records}), got"
-                f" {self.expected_batch_size}. Lower it, or gradient_accumulation_steps and the batch per device."
-            )
-        if self.dp_config.target_delta >= 1 / num_records:
-            logger.warning(
-                f"`target_delta` = {self.dp_config.target_delta} is not below 1 / {num_records} records: publishing"
-                " one record at random would satisfy it. Choose it well below."
-            )
+        if not self.dp_config.log_nonprivate:
+            check_evaluation(self.eval_dataset, self.train_dataset)
 
     # ---- one run
 
@@ -154,11 +156,17 @@ class DPTrainer(PublishingTrainer):
         """Train privately; what the output folder's ledger has charged before counts too. See `Trainer.train`."""
         if trial is not None:
             self.hyperparameter_search()
+        self._check_settings()
+        config = DPConfig.from_dict(self.dp_config.to_dict())  # its checks, for what was set since
+        self.dp_config = anchored(config, self.anchor_dataset, self.train_dataset)
+        self.spending.aim(config.target_epsilon, config.target_delta, config.accountant, config.records_per_unit)
+        check_ranks(self.ranks, self.args)
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self.ranks.first(last_checkpoint, self.args.output_dir)
         try:
             with ExitStack() as held:
                 self.ranks.agree(held.enter_context, self.spending.open(resume_from_checkpoint or None))
+                self.ranks.agree(check_layout, resume_from_checkpoint, self)
                 self.expected_batch_size = self.ranks.first(self._resolve_batch_size, bool(resume_from_checkpoint))
                 self.ranks.same(dp_config=self.dp_config.to_dict(), train_dataset=order_of(self.train_dataset))
                 self._keys = self._draw_keys()
@@ -219,11 +227,19 @@ class DPTrainer(PublishingTrainer):
             multiprocessing_context=args.dataloader_multiprocessing_context,
         )
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Trainer's loader, for anything but the training records, whose metrics would be published without noise."""
+        if not self.dp_config.log_nonprivate:
+            check_evaluation(eval_dataset, self.train_dataset)
+        return super().get_eval_dataloader(eval_dataset)
+
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """The expected batch size, for Trainer's banner and speed."""
         return self.expected_batch_size
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        if self._mechanism is not None:
+            raise RuntimeError("A run must not begin anew within one `train()`: its noise and its draws would repeat.")
         # freezes what the method does not train, so it comes before the optimizer
         method = self.create_method()
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
@@ -242,8 +258,10 @@ class DPTrainer(PublishingTrainer):
         config, model = self.dp_config, self.accelerator.unwrap_model(self.model_wrapped)
         loss = PerSampleLoss(model, self.per_sample_loss, self.args.label_smoothing_factor)
         check_optimizer(self.optimizer, model)
-        rows, dtype = self.args.per_device_train_batch_size, torch.bfloat16 if self.args.bf16 else None
-        logger.info(self_check(model, loss, self.public_batch, self._perturb, rows, dtype))
+        rows = self.args.per_device_train_batch_size
+        dtype = torch.bfloat16 if self.args.mixed_precision == "bf16" else None  # maybe by the launcher
+        report = together(self.ranks, model, self_check, model, loss, self.public_batch, self._perturb, rows, dtype)
+        logger.info(report)
         noise = NoiseSource(config.noise, self._keys.noise)
         noise_multiplier = self.ranks.first(self._plan, method, sample_rate, steps)
         if not self.spending.writes:  # it counts along
@@ -337,7 +355,7 @@ class DPTrainer(PublishingTrainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)
-        if self.dp_config.carriers is not None:
+        if self.dp_config.carriers is not None and self.args.should_save:
             self.dp_config.carriers.save_pretrained(output_dir or self.args.output_dir)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -359,23 +377,7 @@ class DPTrainer(PublishingTrainer):
 
     def privacy_record(self) -> dict[str, Any]:
         """All public facts that a card needs, as plain values."""
-        dataset, base = self.train_dataset, getattr(base_model(self.model), "config", None)
-        info, adapters = getattr(dataset, "info", None), getattr(self.model, "peft_config", None) or {}
-        chooses = self.args.load_best_model_at_end
-        return {
-            **self.spending.record(),
-            "settings": self.dp_config.to_dict() | {"expected_batch_size": self.expected_batch_size},
-            "optimizer": str(getattr(self.args.optim, "value", self.args.optim)),
-            "base_model": getattr(base, "_name_or_path", None) or None,
-            "peft": next((adapter.peft_type.value for adapter in adapters.values()), None),
-            "dataset": {
-                # no fingerprint: a hash of the records is a function of them, and not a private one
-                "name": getattr(info, "dataset_name", None) or getattr(info, "builder_name", None),
-                "num_records": None if dataset is None else len(dataset),
-            },
-            "evaluation": {"covered": False, "used": self.eval_dataset is not None, "chooses_model": chooses},
-            "versions": {"hf_private": __version__, **{name: version(name) for name in LIBRARIES}},
-        }
+        return {**self.spending.record(), **public_facts(self)}
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: choosing the best of several private runs costs privacy that no single run accounts for."""

@@ -115,6 +115,8 @@ class Plan:
 
 REFUSED_VALUES = {
     "fp16": True,
+    "mixed_precision": "fp16",
+    "gradient_accumulation_steps": 2,
     "torch_compile": True,
     "use_liger_kernel": True,
     "deepspeed": "ds.json",

@@ -21,7 +21,7 @@ ROOMS = {
         *("anchor_config", "anchor_data"),
         *("guards", "cards", "composition", "curve", "record", "release", "schema", "snapshot", "verification"),
     },
-    6: {"callbacks", "publishing"},
+    6: {"callbacks", "facts", "publishing"},
     7: {"trainer"},
     8: {"commands", "cli", "audit", "audit_canaries", "audit_mia", "audit_step"},
 }

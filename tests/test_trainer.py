@@ -1,5 +1,6 @@
 """DPTrainer as users run it: what changes an update, what does not, what is spent, what is saved, what is refused."""
 
+import copy
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import tiny
 import torch
@@ -559,6 +561,58 @@ def test_a_row_must_be_a_record(tmp_path: Path, collator: Any, workers: int) -> 
         made.train()
 
 
+def test_what_is_set_later_is_checked_too(tmp_path: Path) -> None:
+    for name, value in (("auto_find_batch_size", True), ("gradient_accumulation_steps", 2), ("max_grad_norm", 0.3)):
+        made = tiny.trainer(tmp_path)
+        setattr(made.args, name, value)
+        with pytest.raises(ValueError, match=f"`{name}` = "):
+            made.train()
+    made = tiny.trainer(tmp_path)
+    made.dp_config.clip_norm = -1.0
+    with pytest.raises(ValueError, match="`clip_norm` must be > 0, got -1"):
+        made.train()
+    made = tiny.trainer(tmp_path)
+    made.data_collator.tokenizer = type("Left", (), {"padding_side": "left"})
+    with pytest.raises(ValueError, match="`padding_side`"):
+        made.train()
+    assert not (tmp_path / "_dp").exists(), "nothing was spent"
+
+
+def test_a_budget_that_is_raised_later_is_the_one_enforced(tmp_path: Path) -> None:
+    made = tiny.trainer(tmp_path, dp={"noise_multiplier": None, "target_epsilon": 3.0})
+    made.train()
+    made.dp_config.target_epsilon = 6.0
+    made.train()
+    assert 5.5 < made.privacy_spent().epsilon <= 6.0
+    assert [run["target_epsilon"] for run in made.spending.runs] == [3.0, 6.0]
+
+
+def test_a_run_that_begins_anew_within_train_would_repeat_its_noise(tmp_path: Path) -> None:
+    """As `auto_find_batch_size` does after an error: the loop runs again, under the keys of the first time."""
+    made = tiny.trainer(tmp_path, max_steps=2)
+    loop = made._inner_training_loop
+    made._inner_training_loop = lambda *args, **kwargs: (loop(*args, **kwargs), loop(*args, **kwargs))[1]
+    with pytest.raises(RuntimeError, match="its noise and its draws would repeat"):
+        made.train()
+    assert steps(tmp_path) == 2
+
+
+def test_the_training_set_is_not_evaluated_on(tmp_path: Path) -> None:
+    records, other = tiny.text(), tiny.text()[:8]
+    for evaluation in (records, {"dev": other, "train": records}):
+        with pytest.raises(ValueError, match="`eval_dataset` must not be the training set"):
+            tiny.trainer(tmp_path, None, records, eval_dataset=evaluation)
+    made = tiny.trainer(tmp_path, None, records, eval_dataset=other)
+    with pytest.raises(ValueError, match="`eval_dataset` must not be the training set"):
+        made.evaluate(records)
+    loaded = datasets.Dataset.from_list(records)
+    with pytest.raises(ValueError, match="`eval_dataset` must not be the training set"):
+        tiny.trainer(tmp_path, None, loaded, eval_dataset=copy.copy(loaded))
+    assert "eval_loss" in made.evaluate()
+    open_ = tiny.trainer(tmp_path, None, records, eval_dataset=records, dp={"log_nonprivate": True})
+    assert "eval_loss" in open_.evaluate()
+
+
 def test_refusals_come_before_the_hub_repo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "init_hf_repo", lambda *_: pytest.fail("the repo was created"))
     for settings, named in (
@@ -589,7 +643,7 @@ def test_a_missing_config_and_a_search_are_refused(tmp_path: Path) -> None:
 
 def test_a_delta_that_promises_nothing_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # The logger's own level, for the command line, run in this process by other tests, raises the root's.
-    with caplog.at_level("WARNING", logger="hf_private.trainer"):
+    with caplog.at_level("WARNING", logger="hf_private.guards"):
         tiny.trainer(tmp_path, dp={"target_delta": 1 / tiny.RECORDS})
         assert "`target_delta` = 0.025 is not below 1 / 40" in caplog.text
         caplog.clear()
