@@ -24,7 +24,6 @@ import data
 import evaluate
 from data import model_path, split_off
 from datasets import Dataset
-from mean_pooling import MeanPoolingBert
 from options import RecipeOptions, parse
 from public_text import public_sentences
 from training import RecipeTrainer, finish, train, with_method
@@ -72,13 +71,6 @@ class GlueOptions(RecipeOptions):
         default="minilm", metadata={"help": "Hub name or folder of an encoder, or `minilm` (no hub needed)."}
     )
     max_length: int = field(default=128, metadata={"help": "Longest record in tokens; 64 is faster."})
-    pooling: str = field(
-        default="model",
-        metadata={
-            "help": "mean: of all tokens, for sentence encoders of the BERT family.",
-            "choices": ["model", "mean"],
-        },
-    )
     dropout: float | None = field(default=None, metadata={"help": "Dropout of the model. Default: as it was made."})
 
 
@@ -91,8 +83,7 @@ def load_model(options: GlueOptions, seed: int) -> tuple[PreTrainedModel, PreTra
     if options.dropout is not None:
         config.hidden_dropout_prob = config.attention_probs_dropout_prob = options.dropout
     set_seed(seed)
-    model_class = MeanPoolingBert if options.pooling == "mean" else AutoModelForSequenceClassification
-    model = model_class.from_pretrained(path, config=config)
+    model = AutoModelForSequenceClassification.from_pretrained(path, config=config)
     if options.model_name_or_path == "minilm":
         model.config._name_or_path = "sentence-transformers/all-MiniLM-L6-v2"  # for the card, not a local path
     return with_method(model, options, task_type="SEQ_CLS"), tokenizer

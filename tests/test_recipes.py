@@ -12,7 +12,6 @@ from pathlib import Path
 import evaluate
 import numpy as np
 import pytest
-import torch
 import yaml
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
@@ -31,7 +30,6 @@ import pretrain_tiny  # noqa: E402
 import public_text  # noqa: E402
 import sweep  # noqa: E402
 import vision  # noqa: E402
-from mean_pooling import MeanPoolingBert  # noqa: E402
 
 WORDS = "a the film story plot is was not very good bad dull bright and of".split()
 BASE = [
@@ -123,19 +121,6 @@ def check(folder: Path, method: str, metrics: set[str]) -> None:
 def test_glue_runs_every_method(method, files, tmp_path):
     glue.main(arguments("glue", method, files, tmp_path))
     check(tmp_path, method, {"eval_accuracy"})
-
-
-@pytest.mark.parametrize("method", ["bk", "lora", "rgp"])
-def test_glue_reads_the_mean_of_a_records_own_tokens(method, files, tmp_path):
-    glue.main([*arguments("glue", method, files, tmp_path), "--pooling", "mean"])
-    check(tmp_path, method, {"eval_accuracy"})
-
-
-def test_the_mean_does_not_see_padding(files):
-    model = MeanPoolingBert.from_pretrained(files / "bert").eval()
-    ids, mask = torch.tensor([[5, 6, 7, 0, 0]]), torch.tensor([[1, 1, 1, 0, 0]])
-    torch.testing.assert_close(model(ids, mask).logits, model(ids[:, :3], mask[:, :3]).logits)
-    assert not any("pooler" in name for name, _ in model.named_parameters())
 
 
 @pytest.mark.parametrize("method", ["np", "lora", "lsg"])
