@@ -104,9 +104,13 @@ class Mechanism:
                 book.backward(losses)
                 if self.nonprivate is not None and counts:
                     self._note_nonprivate(losses.detach(), book)
-                found = self.method.clipped_sums(book.take(), self.clipping) if counts else {}
+                onto = None if self.shards.sharded else sums
+                found = self.method.clipped_sums(book.take(), self.clipping, onto) if counts else {}
                 for block, value in self.shards.scattered(found, self.method.blocks):
-                    sums[block] = sums[block].add_(value) if block in sums else value
+                    if block not in sums:
+                        sums[block] = value
+                    elif value is not sums[block]:  # else the method has added to it
+                        sums[block].add_(value)
         some = next(iter(self.parameters.values()))
         for block, shape in self.method.blocks.items():
             if block not in sums:

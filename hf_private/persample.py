@@ -93,8 +93,8 @@ class PerSample(ABC):
         """Squared L2 norm of each record's gradient: (N,), float32 or better; `grams` remembers shared inputs."""
 
     @abstractmethod
-    def weighted_sum(self, c: Tensor) -> Tensor:
-        """`sum_n c_n g_n` in the parameter's shape, for weights `c` (N,)."""
+    def weighted_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
+        """`sum_n c_n g_n` in the parameter's shape, for weights `c` (N,); added in place to `into`, if it is given."""
 
     @abstractmethod
     def dense(self) -> Tensor:
@@ -109,10 +109,10 @@ class PerSample(ABC):
         return Dense(self.dense() + other.dense())
 
 
-def weighted_sum(value: PerSample, c: Tensor) -> Tensor:
+def weighted_sum(value: PerSample, c: Tensor, into: Tensor | None = None) -> Tensor:
     """`value.weighted_sum(c)`, where a weight of 0 removes the record for good: its rows may hold NaN or infinity."""
     keep = c != 0
-    return (value if keep.all() else value.masked(keep)).weighted_sum(c)
+    return (value if keep.all() else value.masked(keep)).weighted_sum(c, into)
 
 
 class Dense(PerSample):
@@ -124,8 +124,12 @@ class Dense(PerSample):
     def sq_norm(self, grams: Grams | None = None) -> Tensor:
         return torch.linalg.vector_norm(self.g.reshape(len(self.g), -1), dim=1).square()
 
-    def weighted_sum(self, c: Tensor) -> Tensor:
-        return torch.mv(self.g.reshape(len(self.g), -1).t(), c.to(self.g.dtype)).view(self.g.shape[1:])
+    def weighted_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
+        g, c = self.g.reshape(len(self.g), -1).t(), c.to(self.g.dtype)
+        if into is None:
+            return torch.mv(g, c).view(self.g.shape[1:])
+        into.view(-1).addmv_(g, c)
+        return into
 
     def dense(self) -> Tensor:
         return self.g
@@ -165,13 +169,17 @@ class Outer(PerSample):
         exact = left.dot(right)
         return exact.clamp_min(0) + bound * (ROUNDING_UNITS * torch.finfo(exact.dtype).eps)
 
-    def weighted_sum(self, c: Tensor) -> Tensor:
+    def weighted_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
         left, right = widen(self.left), widen(self.right)
         if left.shape[2] <= right.shape[2]:  # scale the smaller factor
             left = left * per_record(c, left)
         else:
             right = right * per_record(c, right)
-        return torch.mm(left.flatten(0, 1).t(), right.flatten(0, 1)).view(self.shape)
+        left, right = left.flatten(0, 1).t(), right.flatten(0, 1)
+        if into is None:
+            return torch.mm(left, right).view(self.shape)
+        into.view(left.shape[0], -1).addmm_(left, right)
+        return into
 
     def dense(self) -> Tensor:
         product = torch.bmm(widen(self.left).transpose(1, 2), widen(self.right))
@@ -218,10 +226,11 @@ class Rows(PerSample):
         rows = ds.new_zeros(len(unique), ds.shape[1]).index_add_(0, place, ds)
         return ds.new_zeros(records).index_add_(0, unique // self.shape[0], rows.square().sum(1))
 
-    def weighted_sum(self, c: Tensor) -> Tensor:
+    def weighted_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
         ds = widen(self.ds)
         scaled = (ds * per_record(c, ds)).flatten(0, 1)
-        return scaled.new_zeros(self.shape).index_add_(0, self.index.flatten(), scaled)
+        total = scaled.new_zeros(self.shape) if into is None else into
+        return total.index_add_(0, self.index.flatten(), scaled)
 
     def add_to(self, g: Tensor) -> Tensor:
         """Add these gradients to formed ones `g` (N, vocabulary, d), in place."""
@@ -253,8 +262,8 @@ class Tied(PerSample):
         # The cross term may cancel; its rounding is relative to the parts.
         return exact.clamp_min(0) + (outer + rows) * (ROUNDING_UNITS * torch.finfo(exact.dtype).eps)
 
-    def weighted_sum(self, c: Tensor) -> Tensor:
-        return self.outer.weighted_sum(c) + self.rows.weighted_sum(c)
+    def weighted_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
+        return self.rows.weighted_sum(c, self.outer.weighted_sum(c, into))
 
     def dense(self) -> Tensor:
         return self.rows.add_to(self.outer.dense())

@@ -39,7 +39,12 @@ def test_norms_and_sums_are_those_of_the_formed_gradients(kind, records, positio
     assert dense.shape == (records, ROWS, COLUMNS)
     torch.testing.assert_close(value.sq_norm(), dense.flatten(1).square().sum(1), rtol=1e-10, atol=1e-12)
     c = torch.randn(records, dtype=torch.float64)
-    torch.testing.assert_close(value.weighted_sum(c), torch.einsum("n,nij->ij", c, dense), rtol=1e-10, atol=1e-12)
+    expected = torch.einsum("n,nij->ij", c, dense)
+    torch.testing.assert_close(value.weighted_sum(c), expected, rtol=1e-10, atol=1e-12)
+    total = torch.randn(ROWS, COLUMNS, dtype=torch.float64)
+    before = total.clone()
+    assert value.weighted_sum(c, into=total) is total
+    torch.testing.assert_close(total, before + expected, rtol=1e-10, atol=1e-12)
 
 
 @settings(max_examples=80, deadline=None)

@@ -184,7 +184,9 @@ class Anchors(Method):
             del records[name]
         return records
 
-    def clipped_sums(self, records: Mapping[str, PerSample], clipping: Clip) -> dict[str, Tensor]:
+    def clipped_sums(
+        self, records: Mapping[str, PerSample], clipping: Clip, onto: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
         if clipping.mode not in self.CLIPPING:
             raise ValueError(
                 f"`clipping` must be one of {self.CLIPPING} with `anchors`, got {clipping.mode!r}: GEP clips"

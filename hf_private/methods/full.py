@@ -20,13 +20,14 @@ class Factors(Protocol):
 
 class Lazily(Mapping[str, Tensor]):
     """Tensors by name, each made once, when it is asked for, and then forgotten with all that it was made from: the
-    tensors together may be as large as the model, and the book larger."""
+    tensors together may be as large as the model, and the book larger. What is in `onto` is given to its maker."""
 
-    def __init__(self, makers: Mapping[str, Callable[[], Tensor]]) -> None:
-        self._makers = dict(makers)
+    def __init__(self, makers: Mapping[str, Callable[..., Tensor]], onto: Mapping[str, Tensor] | None = None) -> None:
+        self._makers, self._onto = dict(makers), onto or {}
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._makers.pop(name)()
+        make = self._makers.pop(name)
+        return make(self._onto[name]) if name in self._onto else make()
 
     def __contains__(self, name: object) -> bool:
         return name in self._makers
@@ -80,10 +81,16 @@ class Method:
             value = Dense(value.dense())
         return {name: value}
 
-    def clipped_sums(self, records: Mapping[str, PerSample], clipping: Factors) -> Mapping[str, Tensor]:
-        """The sum over the batch of clipped per-sample gradients, by block; its sensitivity is the clip norm."""
+    def clipped_sums(
+        self, records: Mapping[str, PerSample], clipping: Factors, onto: Mapping[str, Tensor] | None = None
+    ) -> Mapping[str, Tensor]:
+        """The sum over the batch of clipped per-sample gradients, by block; its sensitivity is the clip norm.
+
+        `onto` are sums of other micro-batches. A method may add to them in place, and returns them then: a temporary
+        as large as a vocabulary is not free.
+        """
         factors = clipping.factors(sq_norms(records), self.blocks)
-        return Lazily({block: partial(weighted_sum, value, factors[block]) for block, value in records.items()})
+        return Lazily({block: partial(weighted_sum, value, factors[block]) for block, value in records.items()}, onto)
 
     def stds(self, noise_multiplier: float, clip_norm: float) -> dict[str, float]:
         """Standard deviation of the noise on each block."""

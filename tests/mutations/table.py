@@ -98,7 +98,16 @@ MUTANTS = (
     Mutant(
         "only the last micro-batch counts (a zero_grad inside backward)",
         "mechanism.py",
-        (("sums[block].add_(value) if block in sums else value", "value"),),
+        (
+            ("onto = None if self.shards.sharded else sums", "onto = None"),
+            ("sums[block].add_(value)", "sums[block] = value"),
+        ),
+        "tests/test_mechanism.py::test_micro_batches_change_the_speed_only[1-flat]",
+    ),
+    Mutant(
+        "sums that a method has added to are added to themselves",
+        "mechanism.py",
+        (("elif value is not sums[block]:", "else:"),),
         "tests/test_mechanism.py::test_micro_batches_change_the_speed_only[1-flat]",
     ),
     Mutant(
