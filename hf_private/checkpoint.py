@@ -8,15 +8,13 @@ spent. On disk:
 
 import json
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-from transformers.utils import cached_file, logging
+from transformers.utils import logging
 
 from . import accounting
 from .accountants import SECOND_OPINIONS
@@ -26,7 +24,6 @@ from .ledger import LedgerError, PrivacyLedger
 logger = logging.get_logger(__name__)
 
 LEDGER = Path("_dp", "ledger.jsonl")
-RECORD = "privacy.json"
 NOT_PRIVATE = "NOT PRIVATE"
 USELESS = 10  # times the noise that a fresh budget would ask for: nothing is learned
 
@@ -77,40 +74,6 @@ def last_checkpoint(output_dir: str | Path) -> str:
     )
 
 
-# ---- the base model's past
-
-
-def base_record(model: nn.Module) -> dict[str, Any] | None:
-    """The privacy.json of the model that is being fine-tuned, from its folder or from the Hub; None if it has none."""
-    config = getattr(model, "config", None)
-    name_or_path, commit = getattr(config, "_name_or_path", None), getattr(config, "_commit_hash", None)
-    if not name_or_path:
-        return None
-    path: str | Path | None = Path(name_or_path, RECORD)
-    if not os.path.isdir(name_or_path):
-        if commit is None:  # built from a config: there is no folder
-            return None
-        path = cached_file(
-            name_or_path,
-            RECORD,
-            revision=commit,
-            _raise_exceptions_for_gated_repo=False,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
-    if path is None or not os.path.isfile(path):
-        return None
-    try:
-        record = json.loads(Path(path).read_text())
-        [Event.from_dict(event) for event in record["ledger"]["events"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise LedgerError(
-            f"{str(path)!r} cannot be read ({error!r}), so it is not known what the base model has cost. Repair the"
-            " file, or set `disjoint_data=True` if the base model never saw your records."
-        ) from error
-    return record
-
-
 # ---- what is spent, and what may still be
 
 
@@ -138,7 +101,7 @@ class Spending:
         self.aim(target_epsilon, target_delta, accountant, records_per_unit)
         self.steps_left: int | None = None
         self._ledger: PrivacyLedger | None = None
-        self._resumes = False
+        self._resumes = self._unchecked = False
         self._permitted: Event | None = None
         self._phase = 0
 
@@ -248,20 +211,30 @@ class Spending:
     def begin(self, settings: dict[str, Any]) -> None:
         """Record the settings of the run that `plan` has fixed."""
         if self.writes:
-            self._ledger.record("run", settings)
+            unchecked = {"base_model_unchecked": True} if self._unchecked else {}
+            self._ledger.record("run", {**settings, **unchecked})
             self._phase = len(self.runs)
 
-    def inherit(self, base: dict[str, Any] | None) -> None:
-        """Continue the spending of the base model, unless this ledger has it already."""
-        if base is None or not self.writes:
-            return
-        past = base["ledger"]
-        if self._ledger.contains(past["length"], past["head"]):
-            return
-        events = [Event.from_dict(event) for event in past["events"]]
-        if not base.get("private", True):
-            events.append(Event(1.0, (0.0,)))  # whatever it cost, it was not private
-        self._ledger.continue_from(events, {"head": past["head"], "length": past["length"]})
+    def inherit(self, records: Iterable[dict[str, Any]], unchecked: bool = False) -> None:
+        """Continue the spending of what the run starts from, unless this ledger has it already.
+
+        Args:
+            records: Public records of it, with `ledger` and `private` at least.
+            unchecked: There may be more that could not be looked up; the run's settings will say so.
+        """
+        self._unchecked = unchecked
+        for base in records if self.writes else ():
+            past, runs = base["ledger"], base.get("runs") or ()
+            if self._ledger.contains(past["length"], past["head"]):
+                continue
+            events = [Event.from_dict(event) for event in past["events"]]
+            if events and not base.get("private", True):
+                events.append(Event(1.0, (0.0,)))  # whatever it cost, it was not private
+            source = {"head": past["head"], "length": past["length"]}
+            for name, value in (("disjoint_data", True), ("noise", "fast")):  # what its card had to admit
+                if any(one.get(name) == value for one in (*runs, *(past.get("continues") or ()))):
+                    source[name] = value
+            self._ledger.continue_from(events, source)
 
     # -- at each step
 

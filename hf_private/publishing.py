@@ -4,13 +4,14 @@ Trainer uploads the whole output folder, logs and pickled arguments included. He
 end of training (`push_to_hub`) and during it (`hub_strategy="every_save"`).
 """
 
+import copy
 import shutil
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitInfo
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.utils import PushInProgress, logging
 
 from .cards import weight_hashes, write_card
@@ -24,6 +25,16 @@ class UnsavedToken(str):
 
     def __reduce__(self) -> tuple[Any, tuple]:
         return type(None), ()
+
+
+def own_arguments(args: TrainingArguments) -> TrainingArguments:
+    """A copy for the loop, in which one loader item is one step, and for saving; the user's stay as they are."""
+    args = copy.copy(args)
+    args.gradient_accumulation_steps = 1
+    args.include_num_input_tokens_seen = "no"  # it counts private tokens
+    if args.hub_token is not None:
+        args.hub_token = UnsavedToken(args.hub_token)
+    return args
 
 
 class PublishingTrainer(Trainer):

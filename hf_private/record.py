@@ -6,6 +6,7 @@ function, so that anyone can compute them again: `hf-private verify` does.
 
 import json
 import math
+from collections.abc import Iterable
 from decimal import ROUND_CEILING, Decimal
 from importlib.resources import files
 from pathlib import Path
@@ -24,6 +25,7 @@ NOT_COVERED = (
     "settings that were chosen by looking at results on the private data, unless charged under `tuning`",
     "people who contributed more records than the privacy unit says",
     "the size of the training set, which is treated as public",
+    "how long training took, which its logs and the times of its files show",
 )
 FACTS = ("settings", "runs", "ledger", "dataset", "tuning", "audit", "evaluation", "versions", "weights")
 
@@ -67,6 +69,7 @@ def build_record(facts: dict[str, Any], weights: dict[str, str]) -> dict[str, An
     if not reasons and math.isinf(spent):
         reasons = ["no accountant gives a finite epsilon"]
     claimed = math.inf if reasons else round_up(spent)
+    noise = _weakest_noise(settings, (*runs, *(facts["ledger"].get("continues") or ())))
     record = {
         "schema_version": SCHEMA_VERSION,
         "private": not reasons,
@@ -120,8 +123,8 @@ def build_record(facts: dict[str, Any], weights: dict[str, str]) -> dict[str, An
             "note": report.note,
         },
         "randomness": {
-            "noise": settings["noise"],
-            "cryptographic": settings["noise"] == "secure",
+            "noise": noise,
+            "cryptographic": noise == "secure",
             "keys": "fixed" if any(run.get("reproducible") for run in runs) else "drawn from the operating system",
             "floating_point": "noise is added in float64 and rounded to the parameter's type",
         },
@@ -154,8 +157,6 @@ def not_private(events: list[Event], runs: list[dict[str, Any]]) -> list[str]:
         reasons.append("noise and batches came from a fixed key: whoever has it can take the noise away again")
     if any(run.get("log_nonprivate") for run in runs):
         reasons.append("training losses were logged without noise (`log_nonprivate`)")
-    if any(run.get("unverified_resume") for run in runs):
-        reasons.append("it was resumed from a checkpoint whose own spending is not known")
     return reasons
 
 
@@ -173,8 +174,10 @@ def caveats(record: dict[str, Any]) -> list[str]:
         found.append("The unit is one record: a person with several records is protected less.")
     if record["randomness"]["noise"] != "secure":
         found.append("The noise came from a generator that is not cryptographic.")
-    if any(run.get("disjoint_data") for run in runs):
+    if any(one.get("disjoint_data") for one in (*runs, *(record["ledger"].get("continues") or ()))):
         found.append("It was stated, and not checked, that the base model was privately trained on other records.")
+    if any(run.get("base_model_unchecked") for run in runs):
+        found.append("Whether the base model was privately trained before could not be looked up; nothing is charged.")
     if record["settings"].get("anchors"):
         found.append("That the data of GEP's subspace is public was stated; only shared rows were looked for.")
     if any(isinstance(run.get("ranks"), int) and run["ranks"] > 1 for run in runs):
@@ -245,6 +248,11 @@ def _spent(events: list[Event], delta: float, unit: int, one: float, tuning: dic
         events = [event for event in events for _ in range(int(runs))]
         return joint_epsilon([events], delta).epsilon if unit == 1 else group_epsilon(events, delta, unit)
     return best_of_epsilon(events, delta, runs, law) if unit == 1 else math.inf
+
+
+def _weakest_noise(settings: dict[str, Any], runs: Iterable[dict[str, Any]]) -> str:
+    """The generator of this run and of all before it: one that is not cryptographic counts for all."""
+    return next((one["noise"] for one in runs if one.get("noise", "secure") != "secure"), settings["noise"])
 
 
 def _curve(events: list[Event], spent: float) -> list[dict[str, float]]:

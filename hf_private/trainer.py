@@ -4,7 +4,6 @@ How it fits: one item of the training DataLoader is one whole Poisson batch, and
 it, so that each turn of Trainer's loop is one private step. Nothing un-noised leaves `training_step`.
 """
 
-import copy
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -23,7 +22,7 @@ from .accounting import EpsilonReport
 from .anchor_data import anchored, with_books
 from .bookkeeping import trainable
 from .callbacks import PrivacyCallback
-from .checkpoint import LEDGER, Spending, base_record, last_checkpoint
+from .checkpoint import LEDGER, Spending, last_checkpoint
 from .clipping import Clipping
 from .config import DPConfig, refusals
 from .facts import public_facts
@@ -37,11 +36,12 @@ from .guards import (
     order_of,
 )
 from .keystream import Key
+from .lineage import past_of, remember
 from .losses import LABEL_NAMES, PerSampleLoss, base_model
 from .mechanism import Mechanism
 from .methods.full import Method
 from .noise import NoiseSource, reseed_global
-from .publishing import PublishingTrainer, UnsavedToken
+from .publishing import PublishingTrainer, own_arguments
 from .ranks import Ranks
 from .sampling import LogicalBatch, LogicalCollator, PoissonLoader, PoissonSampler
 from .selfcheck import LENGTH, self_check
@@ -71,6 +71,8 @@ class DPTrainer(PublishingTrainer):
         per_sample_loss: fn(outputs, labels) -> (B,), a loss for each record, in place of the one that fits the
             model's head; `labels` is a dict if there are several. It replaces `compute_loss`.
         anchor_dataset: Public records that span the subspace of `DPConfig.anchors`.
+        continues: Folder or Hub repository whose privacy.json this run continues, beside that of the base model: for
+            an adapter from `PeftModel.from_pretrained`, which does not keep where it came from.
 
     `gradient_accumulation_steps` and `per_device_train_batch_size` change speed and memory only, once
     `DPConfig.expected_batch_size` is set. Epochs are counted in steps of that size: an epoch is ceil(n / B) steps.
@@ -102,6 +104,7 @@ class DPTrainer(PublishingTrainer):
         dp_config: DPConfig | None = None,
         per_sample_loss: Callable[[Any, Any], Tensor] | None = None,
         anchor_dataset: Any = None,
+        continues: str | Path | None = None,
         **kwargs: Any,
     ) -> None:
         if not isinstance(dp_config, DPConfig):
@@ -110,6 +113,7 @@ class DPTrainer(PublishingTrainer):
             )
         args = TrainingArguments("tmp_trainer") if args is None else args
         self.dp_config, self.per_sample_loss, self.anchor_dataset = dp_config, per_sample_loss, anchor_dataset
+        self.continues = continues
         self._given_batch_size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         self.expected_batch_size = dp_config.expected_batch_size or self._given_batch_size
         self.spending = Spending(
@@ -123,7 +127,7 @@ class DPTrainer(PublishingTrainer):
         self.ranks = Ranks()
         self._keys: Keys | None = None
         self._mechanism: Mechanism | None = None
-        super().__init__(model, _own(args), *rest, **kwargs)
+        super().__init__(model, own_arguments(args), *rest, **kwargs)
         self.dp_config = anchored(dp_config, anchor_dataset, self.train_dataset)
         self.privacy_callback = PrivacyCallback(self.spending)
         self.callback_handler.callbacks.insert(0, self.privacy_callback)  # before the reporters, who then see epsilon
@@ -145,7 +149,7 @@ class DPTrainer(PublishingTrainer):
         )
         if found := list(problems):
             raise ValueError("\n".join(found))
-        if not self.dp_config.log_nonprivate:
+        if self.dp_config.is_private and not self.dp_config.log_nonprivate:
             check_evaluation(self.eval_dataset, self.train_dataset)
 
     # ---- one run
@@ -166,6 +170,8 @@ class DPTrainer(PublishingTrainer):
         try:
             with ExitStack() as held:
                 self.ranks.agree(held.enter_context, self.spending.open(resume_from_checkpoint or None))
+                if self.spending.writes:  # in whatever way this ends
+                    held.callback(lambda: remember(self.model, self.spending.record()))
                 self.ranks.agree(check_layout, resume_from_checkpoint, self)
                 self.expected_batch_size = self.ranks.first(self._resolve_batch_size, bool(resume_from_checkpoint))
                 self.ranks.same(dp_config=self.dp_config.to_dict(), train_dataset=order_of(self.train_dataset))
@@ -229,7 +235,7 @@ class DPTrainer(PublishingTrainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Trainer's loader, for anything but the training records, whose metrics would be published without noise."""
-        if not self.dp_config.log_nonprivate:
+        if self.dp_config.is_private and not self.dp_config.log_nonprivate:
             check_evaluation(eval_dataset, self.train_dataset)
         return super().get_eval_dataloader(eval_dataset)
 
@@ -300,7 +306,8 @@ class DPTrainer(PublishingTrainer):
     def _plan(self, method: Method, sample_rate: float, steps: int) -> float:
         """The noise multiplier that the ledger and the budget ask for, what the base model has cost included."""
         config = self.dp_config
-        self.spending.inherit(None if config.disjoint_data else base_record(base_model(self.model)))
+        if not config.disjoint_data:
+            self.spending.inherit(*past_of(self.model, self.continues, known=bool(self.spending.events)))
         return self.spending.plan(sample_rate, steps, method.releases, config.noise_multiplier)
 
     def public_batch(
@@ -386,13 +393,3 @@ class DPTrainer(PublishingTrainer):
             " them. Tune on public data, or train each setting in its own output_dir and add them up (`hf-private"
             " compose`)."
         )
-
-
-def _own(args: TrainingArguments) -> TrainingArguments:
-    """A copy for the loop, in which one loader item is one step; the user's stay as they are."""
-    args = copy.copy(args)
-    args.gradient_accumulation_steps = 1
-    args.include_num_input_tokens_seen = "no"  # it counts private tokens
-    if args.hub_token is not None:
-        args.hub_token = UnsavedToken(args.hub_token)
-    return args

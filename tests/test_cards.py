@@ -92,7 +92,6 @@ def runs() -> list:
         pytest.param(facts(clip_norm="inf", noise_multiplier=0.0, events=[event(0.0)]), False, id="no noise"),
         pytest.param(facts(run={"reproducible": True}), False, id="fixed key"),
         pytest.param(facts(run={"log_nonprivate": True}), False, id="log_nonprivate"),
-        pytest.param(facts(run={"unverified_resume": True}), False, id="unverifiable resume"),
         pytest.param(facts([{**event(), "sampling": "shuffle"}]), False, id="shuffled"),
     ]
 
@@ -269,6 +268,23 @@ def test_warnings_are_in_the_record() -> None:
     assert "above 10" in text and "not below 1 / 5000" in text and "how many runs" in text
     fast = build_record(facts(noise="fast"), {})
     assert "not cryptographic" in " ".join(fast["caveats"])
+    unchecked = build_record(facts(run={"base_model_unchecked": True}), {})
+    assert "could not be looked up" in " ".join(unchecked["caveats"])
+
+
+@pytest.mark.parametrize("earlier", ["run", "base"])
+def test_a_phase_does_not_hide_what_an_earlier_one_had_to_admit(earlier: str) -> None:
+    """The settings are the last run's; an earlier run of the ledger, or the base model's, used weaker noise."""
+    given, weak = facts(), {"noise": "fast", "disjoint_data": True}
+    if earlier == "run":
+        given["runs"].insert(0, {**given["runs"][0], **weak})
+    else:
+        given["ledger"]["continues"] = [{"head": "cd" * 32, "length": 3, **weak}]
+    record = build_record(given, {})
+    assert record["randomness"]["noise"] == "fast" and record["randomness"]["cryptographic"] is False
+    text = " ".join(record["caveats"])
+    assert "not cryptographic" in text and "was stated, and not checked" in text
+    assert "not cryptographic" not in " ".join(build_record(facts(), {})["caveats"])
 
 
 # ---- our reader of JSON Schema says what jsonschema says

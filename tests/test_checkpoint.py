@@ -1,17 +1,14 @@
 """Spending and checkpoints: what is charged, what is refused, and which of two histories holds."""
 
-import json
 import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
-from transformers import PreTrainedConfig
 
 from hf_private.accounting import BudgetExceeded, Event, epsilon_of
-from hf_private.checkpoint import LEDGER, Spending, base_record, is_complete, last_checkpoint
+from hf_private.checkpoint import LEDGER, Spending, is_complete, last_checkpoint
 from hf_private.ledger import LedgerError, PrivacyLedger
 
 RATE, DELTA = 0.1, 1e-5
@@ -216,49 +213,55 @@ def test_half_written_checkpoints_are_passed_over(tmp_path: Path) -> None:
 # ---- base models
 
 
-def loaded(folder: Path | str | None) -> nn.Module:
-    """A model that says it came from `folder`, as from_pretrained makes it."""
-    model = nn.Linear(1, 1)
-    model.config = PreTrainedConfig()
-    model.config._name_or_path = folder if folder is None else str(folder)
-    return model
+def published(spent: Spending, **changes: Any) -> dict[str, Any]:
+    return {**spent.record(), "private": True, **changes}
 
 
-def published(folder: Path, spent: Spending, **changes: Any) -> dict[str, Any]:
-    folder.mkdir(exist_ok=True)
-    record = {**spent.record(), "private": True, **changes}
-    (folder / "privacy.json").write_text(json.dumps(record))
-    return record
+def inherit(spent: Spending, *records: dict[str, Any]) -> None:
+    with spent.open():
+        spent.inherit(records)
 
 
 def test_the_base_models_spending_is_taken_over_once(tmp_path: Path) -> None:
     base, spent = spending(tmp_path / "base"), spending(tmp_path / "new")
     run(base, 3)
-    published(tmp_path / "base", base)
-    record = base_record(loaded(tmp_path / "base"))
-    for expected in (3, 3):
-        with spent.open():
-            spent.inherit(record)
-        assert total(spent) == expected
-    with base.open():
-        base.inherit(record)  # its own past is in its ledger already
+    for _ in range(2):
+        inherit(spent, published(base))
+        assert total(spent) == 3
+    inherit(base, published(base))  # its own past is in its ledger already
     assert total(base) == 3
 
 
 def test_a_base_model_that_was_not_private_costs_infinity(tmp_path: Path) -> None:
     base, spent = spending(tmp_path / "base"), spending(tmp_path / "new")
     run(base, 3)
-    record = published(tmp_path / "base", base, private=False)
-    with spent.open():
-        spent.inherit(record)
+    inherit(spent, published(base, private=False))
     assert spent.report().epsilon == math.inf
 
 
-def test_a_base_record_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    for name in (None, "", "gpt2", tmp_path):
-        assert base_record(loaded(name)) is None
-    assert base_record(nn.Linear(1, 1)) is None
-    for text in ("{", "{}", '{"ledger": {"events": [{"sample_rate": 2}]}}'):
-        (tmp_path / "privacy.json").write_text(text)
-        with pytest.raises(LedgerError, match="`disjoint_data=True` if the base model never saw"):
-            base_record(loaded(tmp_path))
+def test_a_base_model_that_was_saved_before_its_first_step_costs_nothing(tmp_path: Path) -> None:
+    inherit(spent := spending(tmp_path / "new"), published(spending(tmp_path / "base"), private=False))
+    assert spent.report().epsilon == 0.0
+
+
+def test_what_a_base_models_card_admits_is_handed_on(tmp_path: Path) -> None:
+    """To its grandchildren, too: their cards are made from their own ledgers."""
+    base, child, grandchild = (spending(tmp_path / name) for name in ("base", "child", "grandchild"))
+    run(base, 1)
+    record = published(base)
+    record["runs"][0] |= {"noise": "fast", "disjoint_data": True}
+    inherit(child, record)
+    inherit(grandchild, published(child))
+    for spent in (child, grandchild):
+        (source,) = spent.record()["ledger"]["continues"]
+        assert (source["noise"], source["disjoint_data"]) == ("fast", True)
+    assert total(grandchild) == 1
+
+
+def test_a_past_that_could_not_be_looked_up_is_written_down(tmp_path: Path) -> None:
+    for unchecked in (False, True):
+        spent = spending(tmp_path / str(unchecked))
+        with spent.open():
+            spent.inherit((), unchecked)
+            spent.begin({})
+        assert spent.last_run.get("base_model_unchecked", False) is unchecked

@@ -17,7 +17,7 @@ ROOMS = {
     3: {"bookkeeping"},
     4: {"mechanism", "ranks", "selfcheck", "shards"},
     5: {
-        *("config", "matching", "targets", "diagnostics", "losses", "synthetic", "checkpoint"),
+        *("config", "matching", "targets", "diagnostics", "losses", "lineage", "synthetic", "checkpoint"),
         *("anchor_config", "anchor_data"),
         *("guards", "cards", "composition", "curve", "record", "release", "schema", "snapshot", "verification"),
     },

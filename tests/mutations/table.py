@@ -390,7 +390,7 @@ MUTANTS = (
     Mutant(
         "the base model's spending is forgotten",
         "checkpoint.py",
-        (("if base is None or not self.writes:", "if True:"),),
+        (("for base in records if self.writes else ():", "for base in ():"),),
         "tests/test_checkpoint.py::test_the_base_models_spending_is_taken_over_once",
     ),
     Mutant(

@@ -1,0 +1,160 @@
+"""What the weights have cost before: found where they came from, asked for where nobody can see it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from huggingface_hub import _CACHED_NO_EXIST
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import PreTrainedConfig
+
+from hf_private import lineage
+from hf_private.ledger import LedgerError
+from hf_private.lineage import Past, past_of
+
+EVENT = {"sample_rate": 0.1, "releases": [1.0], "steps": 3, "sampling": "poisson"}
+LORA = {"r": 2, "target_modules": ["query", "value"], "task_type": "SEQ_CLS"}
+
+
+def record(head: str = "ab", **ledger: Any) -> dict[str, Any]:
+    return {"private": True, "runs": [], "ledger": {"events": [EVENT], "head": head, "length": 5, **ledger}}
+
+
+def published(folder: Path, **ledger: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "privacy.json").write_text(json.dumps(record(**ledger)))
+    return folder
+
+
+def loaded(folder: Path | str | None, commit: str | None = None) -> nn.Module:
+    """A model that says it came from `folder`, as from_pretrained makes it."""
+    model = nn.Linear(1, 1)
+    model.config = PreTrainedConfig()
+    model.config._name_or_path = folder if folder is None else str(folder)
+    model.config._commit_hash = commit
+    return model
+
+
+def steps(trainer: Any) -> int:
+    return sum(event.steps for event in trainer.spending.events)
+
+
+# ---- folders
+
+
+def test_a_folder_with_a_record(tmp_path: Path) -> None:
+    assert past_of(loaded(published(tmp_path))) == Past((record(),))
+
+
+def test_models_without_a_past(tmp_path: Path) -> None:
+    for name in (None, "", "gpt2", tmp_path):
+        assert past_of(loaded(name)) == Past()
+    assert past_of(nn.Linear(1, 1)) == Past()
+
+
+def test_a_record_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    for text in ("{", "{}", '{"ledger": {"events": [{"sample_rate": 2}]}}', '{"ledger": {"events": []}}'):
+        (tmp_path / "privacy.json").write_text(text)
+        with pytest.raises(LedgerError, match="`disjoint_data=True` if the base model never saw"):
+            past_of(loaded(tmp_path))
+
+
+def test_a_folder_that_is_gone_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LedgerError, match="is not there any more.*continues=.*disjoint_data=True"):
+        past_of(loaded(tmp_path / "gone"))
+    assert past_of(loaded(tmp_path / "gone"), known=True) == Past()
+
+
+# ---- the Hub
+
+
+@pytest.mark.parametrize("answer", ["has one", "has none", "is known to have none", "offline", "broken"])
+def test_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+    def download(repo: str, name: str, revision: str) -> str:
+        assert (repo, name, revision) == ("me/model", "privacy.json", "c0ffee")
+        if answer == "has one":
+            return str(published(tmp_path) / name)
+        raise {
+            "has none": EntryNotFoundError("404"),
+            "offline": LocalEntryNotFoundError("offline"),
+            "broken": RuntimeError("500"),
+        }[answer]
+
+    cached = _CACHED_NO_EXIST if answer == "is known to have none" else None
+    monkeypatch.setattr(lineage, "hf_hub_download", download)
+    monkeypatch.setattr(lineage, "try_to_load_from_cache", lambda *_, **__: cached)
+    wanted = Past((record(),) if answer == "has one" else (), answer in ("offline", "broken"))
+    assert past_of(loaded("me/model", "c0ffee")) == wanted
+
+
+# ---- adapters
+
+
+def test_a_trained_adapter_must_be_named(tmp_path: Path) -> None:
+    """PEFT keeps no trace of the folder: fresh adapters pass, loaded ones are refused until their record is named."""
+    first = tiny.trainer(tmp_path / "first", get_peft_model(tiny.bert(), LoraConfig(**LORA)))
+    first.train()
+    first.save_model()
+
+    def again(folder: str, dp: dict | None = None, **rest: Any) -> Any:
+        adapted = PeftModel.from_pretrained(tiny.bert(), str(tmp_path / "first"), is_trainable=True)
+        made = tiny.trainer(tmp_path / folder, adapted, dp=dp)
+        made.continues = rest.get("continues")
+        made.train()
+        return made
+
+    with pytest.raises(LedgerError, match="lora_B.* is not zero.*continues=.*disjoint_data=True"):
+        again("second")
+    assert steps(again("second", continues=tmp_path / "first")) == 8
+    assert steps(again("second")) == 12, "its ledger knows by now"
+    assert steps(again("other", dp={"disjoint_data": True})) == 4
+    with pytest.raises(LedgerError, match="`continues` must be a folder or a repository with a privacy.json"):
+        again("third", continues=tmp_path)
+
+
+def test_an_adapters_record_that_has_the_base_models_in_it(tmp_path: Path) -> None:
+    base = published(tmp_path / "base")
+    alone = published(tmp_path / "alone", head="cd")
+    both = published(tmp_path / "both", head="ef", continues=[{"head": "ab", "length": 5}])
+    heads = [
+        [one["ledger"]["head"] for one in past_of(loaded(base), folder).records] for folder in (None, alone, both)
+    ]
+    assert heads == [["ab"], ["ab", "cd"], ["ef"]]
+
+
+# ---- this process
+
+
+def test_a_model_that_another_trainer_has_trained(tmp_path: Path) -> None:
+    """No file tells it: the object itself goes from one output folder to the next."""
+    first = tiny.trainer(tmp_path / "first")
+    first.train()
+    second = tiny.trainer(tmp_path / "second", first.model)
+    second.train()
+    assert (steps(first), steps(second)) == (4, 8)
+    first.train()
+    assert steps(first) >= 12, "and back again; its own four may be counted twice, never not at all"
+    spent = steps(first)
+    third = tiny.trainer(tmp_path / "third", get_peft_model(first.model, LoraConfig(**LORA)))
+    third.train()
+    assert steps(third) == spent + 4, "under an adapter, too"
+
+
+def test_a_run_that_failed_is_remembered(tmp_path: Path) -> None:
+    first = tiny.trainer(tmp_path / "first")
+    step, calls = first.training_step, []
+
+    def failing(*args: Any) -> Any:
+        calls.append(args)
+        return step(*args) if len(calls) < 3 else pytest.fail("an error in the third step")
+
+    first.training_step = failing
+    with pytest.raises(pytest.fail.Exception):
+        first.train()
+    second = tiny.trainer(tmp_path / "second", first.model)
+    second.train()
+    assert steps(second) == 2 + 4
