@@ -27,8 +27,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def record(folder: Path) -> dict[str, Any]:
-    return read_record(folder)
+def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of a folder of its own: in `folder` another test may have left a damaged one."""
+    return read_record(saved_model(tmp_path_factory.mktemp("record")))
 
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:
