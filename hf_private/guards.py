@@ -1,6 +1,7 @@
 """What must be true of a run before its update is trusted: of its data, on all ranks, its optimizer, its gradients."""
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,18 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         raise ValueError(
             f"`optimizers` must hold parameters of the model only, got {len(strangers)} others. It was built for"
             " another copy of the model: build it from trainer.model.parameters()."
+        )
+
+
+def check_parameters(model: nn.Module, engine: Mapping[str, nn.Parameter]) -> None:
+    """What is trainable must stay so in a run: the very parameters that the engine clips and adds noise to."""
+    now = trainable(model)
+    if odd := [name for name in {**engine, **now} if now.get(name) is not engine.get(name)]:
+        what = "replaced" if odd[0] in now and odd[0] in engine else "unfrozen" if odd[0] in now else "frozen"
+        raise RuntimeError(
+            f"`{odd[0]}` must stay as it was when the run began, got {what} ({len(odd)} such parameters). The engine,"
+            " the optimizer and the noise were made for the others: end this run, and call train() again for a phase"
+            " with other parameters."
         )
 
 

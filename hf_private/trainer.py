@@ -31,6 +31,7 @@ from .guards import (
     check_gradients,
     check_layout,
     check_optimizer,
+    check_parameters,
     check_ranks,
     check_size,
     order_of,
@@ -337,6 +338,7 @@ class DPTrainer(PublishingTrainer):
         if self._mechanism is None:  # a complete run was resumed, and Trainer counts one step more before it looks
             self.state.global_step -= 1
             return torch.zeros((), device=self.args.device)
+        check_parameters(self._mechanism.model, self._mechanism.parameters)
         self._mechanism.step(self._prepare_inputs(batch) for batch in inputs.micro_batches)
         if not self._gradients_checked and inputs.size:
             check_gradients(self._mechanism.model, self.dp_config.is_private)

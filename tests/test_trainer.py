@@ -536,6 +536,24 @@ def test_a_parameter_without_a_gradient_is_an_error(tmp_path: Path, value: float
         made.train()
 
 
+@pytest.mark.parametrize("change", ["frozen", "unfrozen", "replaced"])
+def test_what_is_trained_stays_so_in_a_run(tmp_path: Path, change: str) -> None:
+    """As a callback for gradual unfreezing would have it: the engine knows only what it was attached to."""
+
+    class Change(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+            if state.global_step == 2 and change == "replaced":
+                model.classifier = nn.Linear(8, 2)
+            elif state.global_step == 2:
+                model.classifier.requires_grad_(change == "unfrozen")
+
+    made = tiny.trainer(tmp_path, callbacks=[Change()])
+    made.model.classifier.requires_grad_(change != "unfrozen")
+    with pytest.raises(RuntimeError, match=f"`classifier.weight` must stay as it was.*got {change} \\(2 such"):
+        made.train()
+    assert steps(tmp_path) == 2
+
+
 class Packing(tiny.Padding):
     """Two records in a row."""
 
