@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 CODE   := $(wildcard hf_private tests recipes)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow quality style bench bench-all mutants clean
+.PHONY: help install demo test test-slow quality style bench bench-all bench-peers growth mutants clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,11 +31,18 @@ style: $(VENV)/.ruff  ## lint and format, repairing
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
-bench: $(VENV)/.all  ## speed and memory in the headline settings, in less than fifteen minutes
-	$(BIN)/python recipes/benchmark.py
+bench: $(VENV)/.all  ## speed and memory in the headline settings, worst of three runs, in less than fifteen minutes
+	$(BIN)/python recipes/benchmark.py --fresh
 
-bench-all: $(VENV)/.all  ## speed and memory over the whole grid
-	$(BIN)/python recipes/benchmark.py --all
+bench-all: $(VENV)/.all  ## speed and memory over the whole grid, in hours; goes on where it was stopped
+	$(BIN)/python recipes/benchmark.py --all --runs 1 --rounds 3 --output benchmark_all
+
+bench-peers: $(VENV)/.peers/.done  ## the headline settings for Opacus and Opake, in an environment of their own
+	PYTHONPATH=. $(VENV)/.peers/bin/python recipes/benchmark.py --fresh --settings bert-8x128 gpt2untied-4x100 \
+		--engines opacus-hooks opacus-ghost opake --runs 1 --output benchmark_peers
+
+growth: $(VENV)/.all  ## how cost grows with length, batch, width, depth, accumulation and dataset size
+	$(BIN)/python recipes/growth.py
 
 mutants: $(VENV)/.all  ## put real privacy bugs into the code and count how many the tests catch
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutations
@@ -53,6 +60,14 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.all: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable ".[dev]"
 	@touch $@ $(VENV)/.demo $(VENV)/.ruff
+
+# Layered over .venv, so that peers run on the very same torch and may not change it.
+$(VENV)/.peers/.done: $(VENV)/.all
+	$(BIN)/python -m venv $(VENV)/.peers
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+		"$$($(VENV)/.peers/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth"
+	$(VENV)/.peers/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt opacus==1.6.0 opake==0.16.1
+	@touch $@
 
 $(VENV)/.ruff: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) ruff

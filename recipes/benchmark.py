@@ -1,190 +1,47 @@
 """What a private step costs: speed, memory and operations of every engine as ratios against plain training.
 
     python recipes/benchmark.py                      # the two headline settings (make bench)
-    python recipes/benchmark.py --all                # the grid (make bench-all)
-    python recipes/benchmark.py --settings bert-8x128 --engines plain bk rgp --rounds 6
+    python recipes/benchmark.py --all                # the grid (make bench-all); goes on where it was stopped
+    python recipes/benchmark.py --settings bert-8x128 --engines bk rgp --rounds 6 --output try
+    make bench-peers                                 # Opacus and Opake, in an environment of their own
 
 One step = forward and backward pass, for private engines with clipping and summing, without noise and optimizer.
 All engines of a setting run in one process, in turn, on one thread; a time is the minimum of CPU seconds over the
-rounds, because other load on a machine can only add to it. Memory is the peak of live tensor bytes, weights included;
-operations are counted by torch. Opacus takes part where it is installed. Results go to recipes/results/benchmark.*.
+rounds of a run, because other load on a machine can only add to it. A speed is the worst of the runs. Memory is the
+peak of live tensor bytes, weights included; operations are counted by torch. Both are the same in every run. Results
+go to recipes/results/<output>.{md,json,png}; settings and engines that are there already are not measured again,
+unless --fresh is given.
 """
 
 import argparse
 import gc
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import transformers as hf
-from peft import LoraConfig, get_peft_model
+from engines import MODELS, OURS, Step, anchors, lora, make_batch, minilm, with_method
+from peers import PEERS
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_private.bookkeeping import BookKeeper, trainable
-from hf_private.clipping import Clipping
-from hf_private.config import DPConfig
-from hf_private.losses import PerSampleLoss
-from hf_private.targets import CarrierConfig, resolve_method
-
 RESULTS = Path(__file__).parent / "results"
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-
-
-# ---- models and batches
-
-
-def bert(**changes) -> nn.Module:
-    return hf.BertForSequenceClassification(hf.BertConfig(**NO_DROPOUT | changes))
-
-
-def minilm() -> nn.Module:
-    return bert(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
-
-
-def roberta() -> nn.Module:
-    return hf.RobertaForSequenceClassification(hf.RobertaConfig(**NO_DROPOUT, max_position_embeddings=514))
-
-
-def gpt2(tied: bool) -> nn.Module:
-    config = hf.GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, tie_word_embeddings=tied)
-    return hf.GPT2LMHeadModel(config)
-
-
-def llama() -> nn.Module:
-    config = hf.LlamaConfig(
-        vocab_size=32000, hidden_size=640, intermediate_size=1728, num_hidden_layers=12, num_attention_heads=10,
-        num_key_value_heads=5,
-    )  # fmt: skip
-    return hf.LlamaForCausalLM(config)
-
-
-def vit() -> nn.Module:
-    return hf.ViTForImageClassification(hf.ViTConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "bert": bert,
-    "roberta": roberta,
-    "minilm": minilm,
-    "gpt2": lambda: gpt2(tied=True),
-    "gpt2untied": lambda: gpt2(tied=False),
-    "llama": llama,
-    "vit": vit,
-}
+ENGINES = OURS | PEERS
 HEADLINE = ("bert-8x128", "gpt2-4x100")
 GRID = HEADLINE + (
-    "bert-8x32", "bert-4x512", "roberta-8x128", "minilm-16x32", "minilm-16x128", "gpt2untied-4x100", "gpt2-4x32",
-    "gpt2-2x512", "gpt2-1x1024", "llama-4x32", "llama-4x128", "llama-1x1024", "vit-4x197",
+    "bert-8x32", "bert-2x512", "roberta-8x32", "roberta-8x128", "roberta-2x512", "minilm-16x32", "minilm-16x128",
+    "minilm-4x512", "gpt2-8x32", "gpt2-4x128", "gpt2-2x512", "gpt2-1x1024", "llama-8x32", "llama-4x128",
+    "llama-2x512", "llama-1x1024", "vit-4x197", "gpt2untied-4x100",
 )  # fmt: skip
 
 
-def make_batch(model: nn.Module, name: str, batch_size: int, length: int) -> dict[str, Tensor]:
-    if name == "vit":
-        return {"pixel_values": torch.randn(batch_size, 3, 224, 224), "labels": torch.randint(2, (batch_size,))}
-    ids = torch.randint(1000, 20000, (batch_size, length))
-    labels = ids if model.config.model_type in ("gpt2", "llama") else torch.randint(2, (batch_size,))
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
-
-
-# ---- engines: each makes a model ready and returns one step
-
-
-def plain(model: nn.Module, batch: dict) -> Callable[[], None]:
-    loss, parameters = PerSampleLoss(model), list(trainable(model).values())
-
-    def step() -> None:
-        loss(model, batch).sum().backward()
-        for p in parameters:
-            p.grad = None
-
-    return step
-
-
-def private(model: nn.Module, batch: dict, carriers: CarrierConfig | None = None) -> Callable[[], None]:
-    method = resolve_method(DPConfig(noise_multiplier=1.0, carriers=carriers), model, seed=0)
-    method.attach(trainable(model))
-    loss, clipping = PerSampleLoss(model), Clipping("flat", 1.0)
-    method.begin_step(0)  # carriers are computed once per logical step, of many micro-batches
-
-    def step() -> None:
-        with BookKeeper(model, method) as book:
-            book.backward(loss(model, batch))
-            dict(method.clipped_sums(book.take(), clipping))
-
-    return step
-
-
-def lora(model: nn.Module) -> nn.Module:
-    head = [name for name in ("classifier", "score") if hasattr(model, name)]
-    return get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", modules_to_save=head or None))
-
-
-def frozen(model: nn.Module, batch: dict) -> Callable[[], None]:
-    """The yardstick of carriers: input gradients only, down to the first layer, no weight gradient."""
-    model.requires_grad_(False)
-    model.get_input_embeddings().register_forward_hook(lambda _m, _i, y: y.requires_grad_())
-    loss = PerSampleLoss(model)
-    return lambda: loss(model, batch).sum().backward()
-
-
-def opacus(mode: str) -> Callable[[nn.Module, dict], Callable[[], None]]:
-    def engine(model: nn.Module, batch: dict) -> Callable[[], None]:
-        from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
-
-        for module in model.modules():  # Opacus does not know broadcast position ids
-            if isinstance(module, nn.Embedding) and module.num_embeddings in (512, 514, 1024):
-                module.requires_grad_(False)
-        loss = PerSampleLoss(model)
-        kind = GradSampleModule if mode == "hooks" else GradSampleModuleFastGradientClipping
-        options = {} if mode == "hooks" else {"max_grad_norm": 1.0, "use_ghost_clipping": True}
-        wrapped = kind(model, loss_reduction="sum", **options)
-        parameters = list(trainable(model).values())
-
-        def step() -> None:
-            if mode == "hooks":
-                loss(wrapped, batch).sum().backward()
-                norms = torch.stack([p.grad_sample.flatten(1).norm(dim=1) for p in parameters]).norm(dim=0)
-                for p in parameters:
-                    p.grad = torch.einsum("n,n...->...", (1 / norms).clamp(max=1), p.grad_sample)
-                    p.grad_sample = None
-            else:
-                losses = loss(wrapped, batch)
-                losses.sum().backward(retain_graph=True)
-                factors = wrapped.get_clipping_coef()
-                for p in parameters:
-                    p.grad = None
-                wrapped.disable_hooks()
-                (losses * factors).sum().backward()
-                wrapped.enable_hooks()
-            for p in parameters:
-                p.grad = None
-
-        return step
-
-    return engine
-
-
-ENGINES: dict[str, Callable[[nn.Module, dict], Callable[[], None]]] = {
-    "plain": plain,
-    "bk": private,
-    "rgp": lambda model, batch: private(model, batch, CarrierConfig(r=8)),
-    "lsg": lambda model, batch: private(model, batch, CarrierConfig(r=8, sparsity=0.3)),
-    "frozen": frozen,
-    "lora": lambda model, batch: plain(lora(model), batch),
-    "lora-bk": lambda model, batch: private(lora(model), batch),
-    "opacus-hooks": opacus("hooks"),
-    "opacus-ghost": opacus("ghost"),
-}
-
-
-# ---- measuring
+# ---- counting
 
 
 class LiveBytes(TorchDispatchMode):
@@ -226,45 +83,93 @@ class _Finally:
         self.function()
 
 
-def measure(setting: str, engines: list[str], rounds: int) -> list[dict]:
-    """One row per engine: CPU seconds, peak bytes and operations of a step, and their ratios to plain training."""
+@contextmanager
+def counted(model: nn.Module) -> Iterator[dict[str, float]]:
+    row: dict[str, float] = {}
+    with FlopCounterMode(display=False) as flops, LiveBytes(model) as live:
+        yield row
+    row["flops"], row["bytes"] = flops.get_total_flops(), live.peak
+
+
+# ---- measuring
+
+
+def prepare(setting: str, engines: list[str]) -> tuple[dict[str, dict], dict[str, Step]]:
+    """By engine: what one step costs in bytes and operations, and the step. Peers may be absent, or refuse a model."""
     name, _, size = setting.partition("-")
     batch_size, length = map(int, size.split("x"))
-    rows, steps = {}, {}
+    rows: dict[str, dict] = {}
+    steps: dict[str, Step] = {}
     for engine in engines:
         torch.manual_seed(0)
         model = MODELS[name]().train()
         batch = make_batch(model, name, batch_size, length)
         try:
-            steps[engine] = ENGINES[engine](model, batch)
-            with counted(model) as row:
-                steps[engine]()
-        except Exception as error:  # a peer that is absent or cannot run this model is a result too
-            if not engine.startswith("opacus"):
+            step = ENGINES[engine](model, batch)
+            if engine == "opake":  # its transforms do not run under the counters
+                step()
+                row = {"flops": float("nan"), "bytes": float("nan")}
+            else:
+                with counted(model) as row:
+                    step()
+        except Exception as error:
+            if engine not in PEERS:
                 raise
-            steps.pop(engine, None)
-            print(f"  {engine}: skipped ({type(error).__name__}: {str(error).splitlines()[0]})")
+            reason = (str(error).splitlines() or [""])[0]
+            print(f"  {engine}: skipped ({type(error).__name__}: {reason})", flush=True)
             continue
-        rows[engine] = {"setting": setting, "engine": engine, "seconds": float("inf"), **row}
-    for _ in range(rounds):
-        for engine, step in steps.items():
-            gc.collect()
-            start = time.process_time()
-            step()
-            rows[engine]["seconds"] = min(rows[engine]["seconds"], time.process_time() - start)
-    for row in rows.values():
-        row["speed"] = rows["plain"]["seconds"] / row["seconds"]
+        rows[engine], steps[engine] = {"setting": setting, "engine": engine, **row}, step
+    return rows, steps
+
+
+def measure(setting: str, engines: list[str], rounds: int, runs: int) -> list[dict]:
+    """One row per engine; all speeds are relative to plain training in the same run, and the worst run counts."""
+    rows, steps = prepare(setting, engines)
+    speeds: dict[str, list[float]] = {engine: [] for engine in steps}
+    for run in range(runs):
+        seconds = dict.fromkeys(steps, float("inf"))
+        for turn in range(rounds):
+            print(f"  run {run + 1} of {runs}, round {turn + 1} of {rounds}", flush=True)
+            for engine, step in steps.items():
+                gc.collect()
+                start = time.process_time()
+                step()
+                seconds[engine] = min(seconds[engine], time.process_time() - start)
+        for engine in steps:
+            rows[engine]["seconds"] = min(seconds[engine], rows[engine].get("seconds", float("inf")))
+            speeds[engine].append(seconds["plain"] / seconds[engine])
+    for engine, row in rows.items():
+        row["speed"], row["speeds"] = min(speeds[engine]), speeds[engine]
         row["memory"] = row["bytes"] / rows["plain"]["bytes"]
         row["operations"] = row["flops"] / rows["plain"]["flops"]
     return list(rows.values())
 
 
-@contextmanager
-def counted(model: nn.Module):
-    row: dict[str, float] = {}
-    with FlopCounterMode(display=False) as flops, LiveBytes(model) as live:
-        yield row
-    row["flops"], row["bytes"] = flops.get_total_flops(), live.peak
+def gep_memory() -> list[dict]:
+    """Peak bytes of whole logical steps with GEP (MiniLM, LoRA), for m anchors and B records, 8 at a time."""
+    found = []
+    for num_anchors, batch_size, k in ((32, 16, 64), (64, 16, 64), (32, 32, 64), (32, 16, 128)):
+        torch.manual_seed(0)
+        model = lora(minilm().train())
+        batch = make_batch(model, "minilm", 8, 32)
+        with LiveBytes(model) as live:
+            method = anchors(model, lambda _, m=num_anchors, b=batch: iter([b] * (m // 8)), num_anchors, k)
+            step = with_method(model, batch, method)
+            for _ in range(batch_size // 8):
+                step()
+        found.append(
+            {
+                "anchors": num_anchors,
+                "batch": batch_size,
+                "k": k,
+                "basis_bytes": method.basis_bytes,
+                "peak_bytes": live.peak,
+            }
+        )
+    return found
+
+
+# ---- results
 
 
 def table(rows: list[dict]) -> str:
@@ -276,23 +181,40 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def gep_table(rows: list[dict]) -> str:
+    lines = [
+        "GEP's memory over whole logical steps (MiniLM with LoRA, 8 records of 32 tokens at a time): neither more",
+        "anchors nor more records take more, only more basis vectors do.",
+        "",
+        "| anchors m | records B | basis vectors k | basis, most of it at once | peak |",
+        "|---|---|---|---|---|",
+    ]
+    mib = 2**20
+    lines += [
+        f"| {r['anchors']} | {r['batch']} | {r['k']} | {r['basis_bytes'] / mib:.1f} MiB"
+        f" | {r['peak_bytes'] / mib:.1f} MiB |"
+        for r in rows
+    ]
+    return "\n".join(lines)
+
+
 def chart(rows: list[dict], path: Path) -> None:
     from matplotlib.figure import Figure
 
     settings = list(dict.fromkeys(r["setting"] for r in rows))
     engines = list(dict.fromkeys(r["engine"] for r in rows))
-    figure = Figure(figsize=(2 + 2.2 * len(settings), 3.6), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(2 + 2.2 * min(len(settings), 8), 3.6 * -(-len(settings) // 8)), layout="constrained")
     width = 0.8 / len(engines)
-    for i, engine in enumerate(engines):
-        speed = {r["setting"]: r["speed"] for r in rows if r["engine"] == engine}
-        axes.bar(
-            [x + i * width for x in range(len(settings))], [speed.get(s, 0) for s in settings], width, label=engine
-        )
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xticks([x + 0.4 - width / 2 for x in range(len(settings))], settings)
-    axes.set_ylabel("speed (plain training = 1)")
-    axes.legend(fontsize=7, ncols=2)
+    for axes, first in zip(figure.subplots(-(-len(settings) // 8), squeeze=False).flat, range(0, 99, 8), strict=False):
+        shown = settings[first : first + 8]
+        for i, engine in enumerate(engines):
+            speed = {r["setting"]: r["speed"] for r in rows if r["engine"] == engine}
+            places = [x + i * width for x in range(len(shown))]
+            axes.bar(places, [speed.get(setting, 0) for setting in shown], width, label=engine)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_xticks([x + 0.4 - width / 2 for x in range(len(shown))], shown)
+        axes.set_ylabel("speed (plain training = 1)")
+    figure.axes[0].legend(fontsize=7, ncols=2)
     figure.savefig(path)
 
 
@@ -301,23 +223,38 @@ def main() -> None:
     parser.add_argument(
         "--settings", nargs="+", default=list(HEADLINE), help="<model>-<records>x<tokens>, e.g. bert-8x128"
     )
-    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
-    parser.add_argument("--rounds", type=int, default=4, help="rounds over which the minimum is taken")
+    parser.add_argument("--engines", nargs="+", default=list(OURS), choices=list(ENGINES))
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of a run, over which the minimum is taken")
+    parser.add_argument("--runs", type=int, default=3, help="runs, of which the worst counts")
     parser.add_argument("--all", action="store_true", help="the whole grid of models and sizes")
+    parser.add_argument("--fresh", action="store_true", help="forget what was measured before")
     parser.add_argument("--output", default="benchmark", help="name of the files in recipes/results/")
     args = parser.parse_args()
     torch.set_num_threads(1)
     hf.logging.set_verbosity_error()
-    engines = ["plain"] + [engine for engine in args.engines if engine != "plain"]
-    rows: list[dict] = []
-    for setting in GRID if args.all else args.settings:
-        print(f"{setting} ...", flush=True)
-        rows += measure(setting, engines, args.rounds)
+    RESULTS.mkdir(exist_ok=True)
+    record = RESULTS / f"{args.output}.json"
+    rows: list[dict] = json.loads(record.read_text()) if record.is_file() and not args.fresh else []
+    began, memory = time.perf_counter(), ""
+    settings = GRID if args.all else args.settings
+    for number, setting in enumerate(settings, 1):
+        known = {r["engine"] for r in rows if r["setting"] == setting and "speeds" in r}
+        missing = [engine for engine in args.engines if engine not in known and engine != "plain"]
+        minutes = (time.perf_counter() - began) / 60
+        if not missing:
+            print(f"{setting}: measured before (--fresh measures again)", flush=True)
+            continue
+        print(f"{setting} ({number} of {len(settings)}, {minutes:.0f} min): {' '.join(missing)}", flush=True)
+        found = measure(setting, ["plain", *missing], args.rounds, args.runs)
+        replaced = {(r["setting"], r["engine"]) for r in found}
+        rows = [r for r in rows if (r["setting"], r["engine"]) not in replaced] + found
+        rows.sort(key=lambda r: (GRID.index(r["setting"]) if r["setting"] in GRID else len(GRID), r["setting"]))
         print(table([r for r in rows if r["setting"] == setting]), flush=True)
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{args.output}.json").write_text(json.dumps(rows, indent=1))
-        (RESULTS / f"{args.output}.md").write_text(table(rows) + "\n")
-    chart(rows, RESULTS / f"{args.output}.png")
+        record.write_text(json.dumps(rows, indent=1))
+        memory = memory or (gep_table(gep_memory()) if "lora-gep" in args.engines else "")
+        record.with_suffix(".md").write_text(f"{table(rows)}\n\n{memory}".rstrip() + "\n")
+        chart(rows, record.with_suffix(".png"))
+    print(f"{(time.perf_counter() - began) / 60:.1f} minutes")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,146 @@
+"""What the benchmark compares: models, batches, and engines, each of which makes a model ready and returns one step.
+
+A step is a forward and a backward pass; for private engines with clipping and summing, without noise and optimizer.
+The engines of other libraries are in peers.py.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import transformers as hf
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from hf_private.anchor_config import AnchorConfig, resolve_anchors
+from hf_private.anchor_data import AnchorBooks
+from hf_private.bookkeeping import BookKeeper, trainable
+from hf_private.clipping import Clipping
+from hf_private.config import DPConfig
+from hf_private.losses import PerSampleLoss
+from hf_private.methods import Method
+from hf_private.targets import CarrierConfig, resolve_method
+
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+Step = Callable[[], None]
+
+
+# ---- models and batches
+
+
+def bert(**changes) -> nn.Module:
+    return hf.BertForSequenceClassification(hf.BertConfig(**NO_DROPOUT | changes))
+
+
+def minilm() -> nn.Module:
+    return bert(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
+
+
+def roberta() -> nn.Module:
+    return hf.RobertaForSequenceClassification(hf.RobertaConfig(**NO_DROPOUT, max_position_embeddings=514))
+
+
+def gpt2(tied: bool) -> nn.Module:
+    config = hf.GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, tie_word_embeddings=tied)
+    return hf.GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    config = hf.LlamaConfig(
+        vocab_size=32000, hidden_size=640, intermediate_size=1728, num_hidden_layers=12, num_attention_heads=10,
+        num_key_value_heads=5,
+    )  # fmt: skip
+    return hf.LlamaForCausalLM(config)
+
+
+def vit() -> nn.Module:
+    return hf.ViTForImageClassification(hf.ViTConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "bert": bert,
+    "roberta": roberta,
+    "minilm": minilm,
+    "gpt2": lambda: gpt2(tied=True),
+    "gpt2untied": lambda: gpt2(tied=False),
+    "llama": llama,
+    "vit": vit,
+}
+
+
+def make_batch(model: nn.Module, name: str, batch_size: int, length: int) -> dict[str, Tensor]:
+    if name == "vit":
+        return {"pixel_values": torch.randn(batch_size, 3, 224, 224), "labels": torch.randint(2, (batch_size,))}
+    ids = torch.randint(1000, 20000, (batch_size, length))
+    labels = ids if model.config.model_type in ("gpt2", "llama") else torch.randint(2, (batch_size,))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+# ---- engines
+
+
+def plain(model: nn.Module, batch: dict) -> Step:
+    loss, parameters = PerSampleLoss(model), list(trainable(model).values())
+
+    def step() -> None:
+        loss(model, batch).sum().backward()
+        for p in parameters:
+            p.grad = None
+
+    return step
+
+
+def private(model: nn.Module, batch: dict, carriers: CarrierConfig | None = None) -> Step:
+    return with_method(model, batch, resolve_method(DPConfig(noise_multiplier=1.0, carriers=carriers), model, seed=0))
+
+
+def with_method(model: nn.Module, batch: dict, method: Method) -> Step:
+    """One micro-batch. Carriers and anchor subspaces are computed once per logical step, of many of them."""
+    method.attach(trainable(model))
+    loss, clipping = PerSampleLoss(model), Clipping("flat", 1.0)
+    method.begin_step(0)
+
+    def step() -> None:
+        with BookKeeper(model, method) as book:
+            book.backward(loss(model, batch))
+            dict(method.clipped_sums(book.take(), clipping))
+
+    return step
+
+
+def lora(model: nn.Module) -> nn.Module:
+    head = [name for name in ("classifier", "score") if hasattr(model, name)]
+    return get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", modules_to_save=head or None))
+
+
+def anchors(model: nn.Module, public: Callable[[int], Iterator[dict]], num_anchors: int = 64, k: int = 64) -> Method:
+    """GEP on what is trainable, one basis for each block of the model."""
+    config = AnchorConfig(k=k, num_anchors=num_anchors, groups="stage")
+    method = resolve_anchors(config, model)
+    method.books = AnchorBooks(model, PerSampleLoss(model), public)
+    return method
+
+
+def gep(model: nn.Module, batch: dict) -> Step:
+    """GEP on LoRA's weights: a basis of whole models would be k times as large as they are."""
+    model = lora(model)
+    return with_method(model, batch, anchors(model, lambda step: iter([batch])))
+
+
+def frozen(model: nn.Module, batch: dict) -> Step:
+    """The yardstick of carriers: input gradients only, down to the first layer, no weight gradient."""
+    model.requires_grad_(False)
+    model.get_input_embeddings().register_forward_hook(lambda _m, _i, y: y.requires_grad_())
+    loss = PerSampleLoss(model)
+    return lambda: loss(model, batch).sum().backward()
+
+
+OURS: dict[str, Callable[[nn.Module, dict], Step]] = {
+    "plain": plain,
+    "bk": private,
+    "rgp": lambda model, batch: private(model, batch, CarrierConfig(r=8)),
+    "lsg": lambda model, batch: private(model, batch, CarrierConfig(r=8, sparsity=0.3)),
+    "frozen": frozen,
+    "lora": lambda model, batch: plain(lora(model), batch),
+    "lora-bk": lambda model, batch: private(lora(model), batch),
+    "lora-gep": gep,
+}
