@@ -87,21 +87,24 @@ def loss_distribution(settings: Settings, records: int = 1) -> pld.PrivacyLossDi
         raise AccountantError(f"needs a grid that reaches {reach:.3g}")
     composed = pld.identity(value_discretization_interval=interval)
     for q, sigma, n in settings:
-        if records > 1:
-            drawn = np.arange(records + 1)
-            chances = binom.pmf(drawn, records, q)
-            mixture = pld.from_mixture_gaussian_mechanism(
-                sigma, list(drawn), list(chances / chances.sum()), value_discretization_interval=interval
-            )
-            phase = mixture.self_compose(n)
-        elif q == 1:  # n Gaussian releases are one with less noise, exactly
-            phase = pld.from_gaussian_mechanism(sigma / math.sqrt(n), value_discretization_interval=interval)
+        if q == 1 and records == 1:  # n Gaussian releases are one with less noise, exactly
+            phase = _one_step(1.0, sigma / math.sqrt(n), interval, records)
         else:
-            phase = pld.from_gaussian_mechanism(
-                sigma, sampling_prob=q, value_discretization_interval=interval
-            ).self_compose(n)
+            phase = _one_step(q, sigma, interval, records).self_compose(n)
         composed = composed.compose(phase)
     return composed
+
+
+@lru_cache(maxsize=8)
+def _one_step(q: float, sigma: float, interval: float, records: int) -> pld.PrivacyLossDistribution:
+    """Privacy loss of one step. Kept, for a run asks again with more steps at every save."""
+    if records > 1:
+        drawn = np.arange(records + 1)
+        chances = binom.pmf(drawn, records, q)
+        return pld.from_mixture_gaussian_mechanism(
+            sigma, list(drawn), list(chances / chances.sum()), value_discretization_interval=interval
+        )
+    return pld.from_gaussian_mechanism(sigma, sampling_prob=q, value_discretization_interval=interval)
 
 
 def all_at_once(settings: Settings, records: int) -> Settings:
