@@ -62,6 +62,8 @@ def opacus_ghost(model: nn.Module, batch: dict) -> Step:
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
 
     freeze_positions(model)
+    if "bert" in model.config.model_type:  # the model's own are an expanded row, of which it wants a view
+        batch = batch | {"token_type_ids": torch.zeros_like(batch["input_ids"])}
     loss = PerSampleLoss(model)
     wrapped = GradSampleModuleFastGradientClipping(
         model, loss_reduction="sum", max_grad_norm=1.0, use_ghost_clipping=True
