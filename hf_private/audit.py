@@ -120,7 +120,9 @@ class Membership:
     """How well a threshold on a score tells members from non-members, on records that did not choose it.
 
     `success` is the share of right answers on equally many of both (0.5: guessing), `interval` its Clopper-Pearson
-    interval. `epsilon` is a lower bound of epsilon if both were drawn alike and membership was decided at random.
+    interval. `epsilon` is a lower bound of epsilon if both were drawn alike, membership was decided at random, and the
+    rates of this one model are those of its training procedure, about which the guarantee is. The last cannot be known
+    from one model: it is strong evidence, where `guess_coins` is a test at the stated confidence.
     """
 
     records: int  # of each kind, in the half that was evaluated

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from card_facts import facts
+from card_facts import facts, saved_model
 from scipy import stats
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -228,6 +228,42 @@ def test_attached_to_the_card_and_a_contradicted_claim(
     assert attached["mia_success"] > 0.6 and attached["mia_is_private"] is False
     assert "mia_auc" in Path(folder, CARD).read_text()
     assert verify(folder).code == 0, "the record and its card stay consistent"
+
+
+SCRIPT = """
+from hf_private.audit_canaries import small_task
+
+def make(trainer_class, folder):
+    made = small_task(trainer_class, folder, accountant="rdp", target_epsilon=0.5, expected_batch_size=60)
+    made.args.max_steps = 3
+    return made
+"""
+
+
+@pytest.mark.parametrize("attack", ["canaries", "step"])
+def test_a_runs_audit_is_attached_to_its_models_card(
+    tmp_path: Path, capsys: pytest.CaptureFixture, attack: str
+) -> None:
+    folder, script = str(saved_model(tmp_path / "model")), tmp_path / "my_run.py"
+    script.write_text(SCRIPT)
+    size = {"canaries": ["--canaries", "20"], "step": ["--records", "3"]}[attack]
+    assert main(["audit", attack, f"{script}:make", *size, "--attach", folder, "--json"]) == 0
+    json.loads(capsys.readouterr().out)
+    attached = read_record(folder)["audit"]
+    wanted = {
+        "canaries": {"canaries_canaries": 20, "canaries_contradicted": False, "canaries_steps": 3},
+        "step": {"step_holds": True, "step_records": 3, "step_coupled_pairs": 0, "step_is_private": False},
+    }[attack]
+    assert wanted.items() <= attached.items()
+    assert all(name in Path(folder, CARD).read_text() for name in wanted)
+    assert verify(folder).code == 0, "the record and its card stay consistent"
+    for arguments, words in (
+        ([f"{script}:make", "--attach", str(tmp_path)], "a privacy.json"),
+        (["--attach", folder], "RUN"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["audit", attack, *arguments])
+        assert words in capsys.readouterr().err, "before the attack, not after it"
 
 
 def test_files_of_records(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ without one they examine a small run of their own. The exit code is 1 if somethi
 example:
   hf-private audit mia path/to/model --members train.tsv --others test.tsv
   hf-private audit canaries my_run.py:make_trainer --canaries 2000
-  hf-private audit step my_run.py:make_trainer
+  hf-private audit step my_run.py:make_trainer --attach path/to/model
 """
 
 import argparse
@@ -51,10 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step = attacks.add_parser("step", parents=[again], help="sensitivity, coupled records, uncovered parameters")
     step.add_argument("run_of", metavar="RUN", nargs="?", help=RUN_HELP)
     step.add_argument("--records", type=whole(2), default=8, help="records of the batch (default: %(default)s)")
+    step.add_argument("--attach", metavar="MODEL", help="write the result into that model's privacy.json and card")
 
 
 def run(args: argparse.Namespace) -> int:
     try:
+        if args.attach:
+            _attachable(args)
         return {"mia": _mia, "canaries": _canaries, "step": _step}[args.attack](args)
     except ValueError as error:
         raise UsageError(str(error)) from error
@@ -102,7 +105,7 @@ def _mia(args: argparse.Namespace) -> int:
         ],
     )  # fmt: skip
     for name in sorted(wrong):
-        print(f"{name}: the claimed epsilon is contradicted, if both files were drawn alike.")
+        print(f"{name}: the claimed epsilon is contradicted, if both files were drawn alike. `audit canaries` tests it.")
     return int(bool(wrong))
 
 
@@ -188,6 +191,18 @@ def _step(args: argparse.Namespace) -> int:
 
     with TemporaryDirectory() as folder:
         report = audit_step(_make_trainer(args.run_of)(DPTrainer, folder), args.records)
+    if args.attach:
+        print("note: measured on records of the run, without noise; the card will say so", file=sys.stderr)
+        found = {
+            "holds": report.holds,
+            "sensitivity": report.sensitivity,
+            "clip_norm": report.clip_norm,
+            "records": report.records,
+            "coupled_pairs": len(report.coupled),
+            "uncovered_parameters": len(report.uncovered),
+            "is_private": False,
+        }
+        _attach(args.attach, {f"step_{key}": value for key, value in _short(found).items()})
     if args.json:
         print_json(
             {
@@ -227,16 +242,26 @@ def _short(result: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _attach(folder: str, found: dict[str, Any]) -> None:
-    """Add what was found to the audit of a saved model's record, and write its card again."""
-    from hf_private.cards import write_files
-    from hf_private.record import plain, read_record, schema
+def _attachable(args: argparse.Namespace) -> None:
+    """Refuse before the attack, which may take long, what could not be written down after it."""
+    from hf_private.record import read_record, schema
     from hf_private.schema import violations
 
+    if args.attack != "mia" and args.run_of is None:
+        raise UsageError("argument --attach: must come with RUN, for the small run is not that model's")
+    folder = args.model if args.attack == "mia" else args.attach
     record = read_record(folder)
     if record is None:
         raise UsageError(f"argument --attach: must be a model with a privacy.json, got {folder!r}")
-    record["audit"] = {**(record["audit"] or {}), **plain(found)}
     if broken := next(violations(record, schema()), None):
         raise UsageError(f"argument --attach: must be a model with a valid privacy.json, got {folder!r}: {broken}")
+
+
+def _attach(folder: str, found: dict[str, Any]) -> None:
+    """Add what was found to the audit of a saved model's record, and write its card again."""
+    from hf_private.cards import write_files
+    from hf_private.record import plain, read_record
+
+    record = read_record(folder)
+    record["audit"] = {**(record["audit"] or {}), **plain(found)}
     write_files(folder, record)
