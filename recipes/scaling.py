@@ -1,10 +1,11 @@
-"""Time and traffic of one private step on 1 and 2 ranks of one thread each, by method.
+"""Time and traffic of one private step on one rank and on several, one thread each, by method.
 
     python recipes/scaling.py
-    python recipes/scaling.py --ranks 1 2 4 --batch-size 128 --json scaling.json
+    python recipes/scaling.py --ranks 4 --batch-size 128 --output scaling4
 
 Each rank computes its share of the batch; the clipped sums are added up over the ranks. Of a weight of p x d numbers,
-RGP sends r (p + d).
+RGP sends r (p + d). Steps of one rank, for which the others wait, and of all take turns, so that a machine that gets
+slower or faster meanwhile does not change their ratio. Results go to recipes/results/<output>.{md,json}.
 """
 
 import argparse
@@ -12,13 +13,14 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import nn
+from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from hf_private import CarrierConfig, DPConfig
@@ -30,11 +32,13 @@ from hf_private.ranks import Ranks
 from hf_private.synthetic import synthetic_batch
 from hf_private.targets import resolve_method
 
+RESULTS = Path(__file__).parent / "results"
 METHODS = {
     "BK": {},
     "RGP": {"carriers": CarrierConfig(r=8)},
-    "LSG": {"carriers": CarrierConfig(r=8, sparsity=0.5)},
+    "LSG": {"carriers": CarrierConfig(r=8, sparsity=0.3)},
 }
+COLUMNS = ("method", "ranks", "s / step", "speed-up", "MB reduced / step")
 
 
 def build(options: argparse.Namespace) -> nn.Module:
@@ -50,11 +54,9 @@ def build(options: argparse.Namespace) -> nn.Module:
     return BertForSequenceClassification(config)
 
 
-def measure(method: str, options: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
-    """Median seconds of a step on a batch of a fixed size, and the bytes that a rank gives to the network."""
-    model = build(options)
+def mechanism(model: nn.Module, method: str, options: argparse.Namespace, ranks: Ranks) -> Mechanism:
     config = DPConfig(noise_multiplier=1.0, **METHODS[method])
-    mechanism = Mechanism(
+    return Mechanism(
         model,
         PerSampleLoss(model),
         method=resolve_method(config, model),
@@ -66,59 +68,82 @@ def measure(method: str, options: argparse.Namespace, ranks: Ranks) -> dict[str,
         charge=lambda event: None,
         ranks=ranks,
     )
-    batch = synthetic_batch(model, options.batch_size, options.length)
+
+
+def share(batch: dict[str, Tensor], ranks: Ranks, rows: int) -> Iterator[dict[str, Tensor]]:
+    """The micro-batches of a rank."""
     own = {name: value[ranks.rank :: ranks.world_size] for name, value in batch.items()}
-    rows = options.micro_batch_size
-    micro = [{name: value[i : i + rows] for name, value in own.items()} for i in range(0, len(own["input_ids"]), rows)]
-    times = []
+    for i in range(0, len(own["input_ids"]), rows):
+        yield {name: value[i : i + rows] for name, value in own.items()}
+
+
+def measure(method: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Median seconds of a step on one batch, by one rank and by all, and the bytes that a rank sends in it."""
+    model, everybody, alone = build(options), Ranks(), Ranks.alone()
+    batch = synthetic_batch(model, options.batch_size, options.length)
+    runs = {ranks: mechanism(model, method, options, ranks) for ranks in (alone, everybody)}
+    times: dict[Ranks, list[float]] = {alone: [], everybody: []}
     for _ in range(options.steps + 1):
-        if dist.is_initialized():
+        for ranks, run in runs.items():
             dist.barrier()
-        start = time.perf_counter()
-        mechanism.step(micro)
-        times.append(time.perf_counter() - start)
-    return {"seconds": statistics.median(times[1:]), "bytes": ranks.reduced_bytes}
+            start = time.perf_counter()
+            if ranks is everybody or everybody.rank == 0:
+                run.step(share(batch, ranks, options.micro_batch_size))
+            times[ranks].append(time.perf_counter() - start)
+    return [
+        {
+            "method": method,
+            "ranks": ranks.world_size,
+            "seconds": statistics.median(times[ranks][1:]),  # the first step warms up
+            "bytes": ranks.reduced_bytes,
+        }
+        for ranks in (alone, everybody)
+    ]
 
 
-def worker(rank: int, world: int, folder: str, options: argparse.Namespace) -> None:
+def worker(rank: int, folder: str, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    if world > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{world}", rank=rank, world_size=world)
-    found = {method: measure(method, options, Ranks()) for method in METHODS}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=options.ranks)
+    rows = [row for method in METHODS for row in measure(method, options)]
     if rank == 0:
-        Path(folder, f"{world}.json").write_text(json.dumps(found))
-    if world > 1:
-        dist.destroy_process_group()
+        Path(folder, "rows.json").write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The figures in Markdown; a speed-up is over one rank with the same method."""
+    lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    for row in rows:
+        one = next(other["seconds"] for other in rows if other["method"] == row["method"] and other["ranks"] == 1)
+        cells = row["method"], row["ranks"], f"{row['seconds']:.3f}", f"{one / row['seconds']:.2f}"
+        lines.append(f"| {' | '.join(map(str, cells))} | {row['bytes'] / 1e6:.2f} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=64, help="records in a logical step, over all ranks")
     parser.add_argument("--micro-batch-size", type=int, default=16)
     parser.add_argument("--length", type=int, default=64, help="tokens of a record")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the figures to this file, too")
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--output", default="scaling", help="name of the files in recipes/results/")
     options = parser.parse_args()
 
-    results = {}
     with tempfile.TemporaryDirectory() as folder:
-        for world in options.ranks:
-            mp.spawn(worker, (world, folder, options), nprocs=world)
-            results[world] = json.loads(Path(folder, f"{world}.json").read_text())
+        mp.spawn(worker, (folder, options), nprocs=options.ranks)
+        rows = json.loads(Path(folder, "rows.json").read_text())
     weights = sum(p.numel() for p in build(options).parameters())
-    print(f"{weights:,} weights, {options.batch_size} records of {options.length} tokens in a step, 1 thread per rank")
-    print(f"{'method':8}{'ranks':>7}{'s / step':>12}{'speed-up':>11}{'MB reduced / step':>20}")
-    for method in METHODS:
-        first = results[options.ranks[0]][method]["seconds"]
-        for world in options.ranks:
-            found = results[world][method]
-            ratio, megabytes = first / found["seconds"], found["bytes"] / 1e6
-            print(f"{method:8}{world:7}{found['seconds']:12.3f}{ratio:11.2f}{megabytes:20.2f}")
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
+    size = f"{weights:,} weights, {options.batch_size} records of {options.length} tokens in a step, 1 thread per rank"
+    text = f"{table(rows)}\n\n{size}, medians of {options.steps} steps.\n"
+    print(text)
+    record = RESULTS / f"{options.output}.json"
+    record.parent.mkdir(parents=True, exist_ok=True)
+    record.write_text(json.dumps({"settings": vars(options), "weights": weights, "rows": rows}, indent=1) + "\n")
+    record.with_suffix(".md").write_text(text)
 
 
 if __name__ == "__main__":
