@@ -25,9 +25,9 @@ def test_a_bug_can_be_put_in(mutant: Mutant) -> None:
 @each
 def test_the_test_that_must_catch_it_exists_and_is_not_slow(mutant: Mutant) -> None:
     file, _, name = mutant.test.partition("::")
-    functions = {
-        node.name: node for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)
-    }
+    source = (ROOT / file).read_text()
+    functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+    assert "pytestmark" not in source, "a mark of the whole file would not be seen here"
     name = name.partition("[")[0]
     assert name in functions
     assert not any("slow" in ast.unparse(decorator) for decorator in functions[name].decorator_list)

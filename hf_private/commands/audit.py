@@ -105,7 +105,7 @@ def _mia(args: argparse.Namespace) -> int:
         ],
     )  # fmt: skip
     for name in sorted(wrong):
-        print(f"{name}: the claimed epsilon is contradicted, if both files were drawn alike. `audit canaries` tests it.")
+        print(f"{name}: the claimed epsilon is contradicted, if both files were drawn alike. Try `audit canaries`.")
     return int(bool(wrong))
 
 

@@ -116,7 +116,25 @@ MUTANTS = (
         (("if reached and self.batch_size > 1:", "if False:"),),
         "tests/test_bookkeeping.py::test_an_uncovered_use_is_an_error_by_name_and_exact_in_a_batch_of_one",
     ),
+    Mutant(
+        "per-layer clipping is accepted, and flat",
+        "clipping.py",
+        (('if self.mode != "per-layer":', "if True:"),),
+        "tests/test_clipping.py::test_per_layer_clipping_shares_the_norm_over_all_layers_reached_or_not",
+    ),
+    Mutant(
+        "a parameter that is unfrozen in a run is left out, silently",
+        "guards.py",
+        (("if odd := [name for", "if False and [name for"),),
+        "tests/test_trainer.py::test_what_is_trained_stays_so_in_a_run[unfrozen]",
+    ),
     # ---- records that meet
+    Mutant(
+        "a collator may split a record into rows, each clipped by itself, or pack several into one",
+        "sampling.py",
+        (("if shape and shape[0] != len(records):", "if False:"),),
+        "tests/test_trainer.py::test_a_row_must_be_a_record",
+    ),
     Mutant(
         "loss averaged over the padded length, which the longest neighbour decides",
         "losses.py",
@@ -238,6 +256,12 @@ MUTANTS = (
         "mechanism.py",
         (("reseed_global()  # a dropout", "pass  # a dropout"),),
         "tests/test_mechanism.py::test_dropout_masks_cannot_be_replayed_from_a_seed",
+    ),
+    Mutant(
+        "a loop that starts again in the middle repeats noise and draws",
+        "trainer.py",
+        (("        if self._mechanism is not None:\n            raise", "        if False:\n            raise"),),
+        "tests/test_trainer.py::test_a_run_that_begins_anew_within_train_would_repeat_its_noise",
     ),
     # ---- sampling
     Mutant(
@@ -394,6 +418,28 @@ MUTANTS = (
         "tests/test_checkpoint.py::test_the_base_models_spending_is_taken_over_once",
     ),
     Mutant(
+        "a model that was trained into another output folder starts from zero",
+        "lineage.py",
+        (("    if base in _trained:\n", "    if False:\n"),),
+        "tests/test_lineage.py::test_a_model_that_another_trainer_has_trained",
+    ),
+    Mutant(
+        "a trained adapter starts from zero",
+        "lineage.py",
+        (("(weight := _trained_adapter(model))", "(weight := None)"),),
+        "tests/test_lineage.py::test_a_trained_adapter_must_be_named",
+    ),
+    Mutant(
+        "settings of later are not checked, and not those that are enforced",
+        "trainer.py",
+        (
+            ("            self.hyperparameter_search()\n        self._check_settings()\n", "            pass\n"),
+            ("        self.spending.aim(config", "        str((config"),
+            ("config.records_per_unit)\n        check_ranks", "config.records_per_unit))\n        check_ranks"),
+        ),
+        "tests/test_trainer.py::test_a_budget_that_is_raised_later_is_the_one_enforced",
+    ),
+    Mutant(
         "a line that a crash left unfinished is not charged",
         "ledger.py",
         (("if self.unfinished and self._chain.event is not None:", "if False:"),),
@@ -456,6 +502,18 @@ MUTANTS = (
             ("logs.pop(name, None)", "None"),
         ),
         "tests/test_trainer.py::test_no_training_loss_is_written_unless_asked_for",
+    ),
+    Mutant(
+        "the training set is evaluated on, and its loss logged",
+        "guards.py",
+        (("if dataset is not None and same:", "if False:"),),
+        "tests/test_trainer.py::test_the_training_set_is_not_evaluated_on",
+    ),
+    Mutant(
+        "the card shows the last run's noise, and not the weaker one before it",
+        "record.py",
+        (('if one.get("noise", "secure") != "secure"), settings["noise"])', 'if False), settings["noise"])'),),
+        "tests/test_cards.py::test_a_phase_does_not_hide_what_an_earlier_one_had_to_admit[run]",
     ),
     Mutant(
         "generator states are saved with checkpoints",
