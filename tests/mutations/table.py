@@ -133,7 +133,7 @@ MUTANTS = (
         "a collator may split a record into rows, each clipped by itself, or pack several into one",
         "sampling.py",
         (("if shape and shape[0] != len(records):", "if False:"),),
-        "tests/test_trainer.py::test_a_row_must_be_a_record",
+        "tests/test_trainer.py::test_a_row_must_be_a_record[0-splitting]",
     ),
     Mutant(
         "loss averaged over the padded length, which the longest neighbour decides",
