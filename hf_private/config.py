@@ -59,7 +59,12 @@ class DPConfig:
     records_per_unit: int = _help(
         1, "Largest number of records that one person contributed; epsilon is then per person, not per record."
     )
-    accountant: str = _help("prv", "Which accountant enforces the budget.", choices=list(ACCOUNTANTS))
+    accountant: str = _help(
+        "prv",
+        "Which accountant enforces the budget. The card claims the larger of PRV and PLD: with 'pld' it may be a hundredth"
+        " above.",
+        choices=list(ACCOUNTANTS),
+    )
     carriers: dict | str | None = _help(
         None, "Low-rank gradient carriers (RGP, LSG): a `CarrierConfig`, a dict or a JSON string."
     )

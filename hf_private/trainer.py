@@ -150,8 +150,11 @@ class DPTrainer(PublishingTrainer):
         )
         if found := list(problems):
             raise ValueError("\n".join(found))
-        if self.dp_config.is_private and not self.dp_config.log_nonprivate:
-            check_evaluation(self.eval_dataset, self.train_dataset)
+        self._check_evaluation(self.eval_dataset)
+
+    def _check_evaluation(self, *evaluation: Any) -> None:
+        for dataset in evaluation if self.dp_config.is_private and not self.dp_config.log_nonprivate else ():
+            check_evaluation(dataset, self.train_dataset)
 
     # ---- one run
 
@@ -236,8 +239,7 @@ class DPTrainer(PublishingTrainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Trainer's loader, for anything but the training records, whose metrics would be published without noise."""
-        if self.dp_config.is_private and not self.dp_config.log_nonprivate:
-            check_evaluation(eval_dataset, self.train_dataset)
+        self._check_evaluation(eval_dataset, self.eval_dataset)
         return super().get_eval_dataloader(eval_dataset)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:

@@ -625,6 +625,9 @@ def test_the_training_set_is_not_evaluated_on(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`eval_dataset` must not be the training set"):
         tiny.trainer(tmp_path, None, loaded, eval_dataset=copy.copy(loaded))
     assert "eval_loss" in made.evaluate()
+    made.eval_dataset = records
+    with pytest.raises(ValueError, match="`eval_dataset` must not be the training set"):
+        made.evaluate()
     open_ = tiny.trainer(tmp_path, None, records, eval_dataset=records, dp={"log_nonprivate": True})
     assert "eval_loss" in open_.evaluate()
 
