@@ -61,8 +61,8 @@ class DPConfig:
     )
     accountant: str = _help(
         "prv",
-        "Which accountant enforces the budget. The card claims the larger of PRV and PLD: with 'pld' it may be a hundredth"
-        " above.",
+        "Which accountant enforces the budget. The card claims the larger of PRV and PLD: with 'pld' it may be a"
+        " hundredth above.",
         choices=list(ACCOUNTANTS),
     )
     carriers: dict | str | None = _help(
