@@ -115,7 +115,7 @@ def _show(args: argparse.Namespace, entries: "list[Entry]", rows: "list[Row]") -
             )
     print_table(
         f"A micro-batch of {args.batch} records of {args.length} tokens, beside the weights",
-        ("method", "trained", "noised", "peak memory", "of plain", "operations", "of plain"),
+        ("method", "trained", "noised", "peak memory", "of plain", "operations", "of plain", "in all"),
         [
             (
                 row.method,
@@ -125,6 +125,7 @@ def _show(args: argparse.Namespace, entries: "list[Entry]", rows: "list[Row]") -
                 f"{row.peak_bytes / rows[0].peak_bytes:.2f}",
                 f"{row.flops / 1e9:,.1f} GFLOP",
                 f"{row.flops / rows[0].flops:.2f}",
+                f"{row.total_bytes / 2**30:,.1f} GiB",
             )
             for row in rows
         ],
@@ -132,7 +133,9 @@ def _show(args: argparse.Namespace, entries: "list[Entry]", rows: "list[Row]") -
     trained = sum(entry.size for entry in entries if entry.status == "covered")
     total = sum(entry.size for entry in entries)
     print(f"{trained:,} of {total:,} numbers can be trained privately. float32: weights {total * 4 / 2**20:,.0f} MiB,")
-    print(f"AdamW's state {trained * 8 / 2**20:,.0f} MiB.")
+    print(f"AdamW's state {trained * 8 / 2**20:,.0f} MiB. In all: weights, AdamW, and a micro-batch with the sums so")
+    print("far or, if that is more, an update's gradients. Attention is counted with its probabilities kept; what an")
+    print("allocator keeps in reserve comes on top.")
 
 
 def _report(args: argparse.Namespace, entries: "list[Entry]", rows: "list[Row]") -> dict:

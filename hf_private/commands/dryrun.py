@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_private.bookkeeping import BookKeeper
+from hf_private.bookkeeping import BookKeeper, trainable
 from hf_private.methods import Method
+from hf_private.persample import Grams
 
 
 class PeakMemory(TorchDispatchMode):
@@ -60,7 +61,7 @@ class PeakMemory(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Cost:
-    """Peak bytes of one micro-batch beyond the weights, and its floating-point operations."""
+    """Peak bytes of one micro-batch beyond the weights, with the sums so far, and its floating-point operations."""
 
     peak_bytes: int
     flops: int
@@ -74,21 +75,28 @@ def measure(step: Callable[[], None]) -> Cost:
 
 
 def plain_step(model: nn.Module, loss: Callable[[], Tensor]) -> None:
-    """Ordinary training: one forward and backward pass that leaves a gradient on every trainable parameter."""
+    """A micro-batch of ordinary training, after the first: gradients add up on every trainable parameter."""
+    for p in trainable(model).values():
+        p.grad = torch.zeros_like(p)
     loss().sum().backward()
     model.zero_grad(set_to_none=True)
 
 
 def private_step(model: nn.Module, loss: Callable[[], Tensor], method: Method) -> None:
-    """One micro-batch of a private step: backward pass, norms, clipped sums."""
+    """A micro-batch of a private step, after the first: backward pass, norms, clipped sums that add up."""
+    some = next(iter(trainable(model).values()))
+    dtype = torch.float64 if some.dtype == torch.float64 else torch.float32
+    sums = {block: torch.zeros(shape, dtype=dtype, device=some.device) for block, shape in method.blocks.items()}
     with BookKeeper(model, method) as book:
         losses = loss()
         book.backward(losses)
-        factors = losses.detach().float()
-        sums = []
-        for value in book.records().values():
+        factors, grams = losses.detach().to(dtype), Grams()
+        records = book.take()
+        for value in records.values():
             try:
-                value.sq_norm()
+                value.sq_norm(grams)
             except (NotImplementedError, RuntimeError):  # an embedding's norm looks at the indices, which have no data
                 pass
-            sums.append(value.weighted_sum(factors))
+        del grams, value
+        for block in list(records):  # the book is freed piece by piece
+            records.pop(block).weighted_sum(factors, sums[block])

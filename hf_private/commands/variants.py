@@ -19,13 +19,15 @@ Losses = Callable[[nn.Module], Tensor]  # runs a micro-batch
 
 @dataclass(frozen=True)
 class Row:
-    """One way of training: numbers that are trained and that get noise, and the cost of a micro-batch."""
+    """One way of training: numbers that are trained and that get noise, the cost of a micro-batch, and memory in all:
+    the weights, AdamW's state, and a micro-batch or, if that is more, the gradients that the optimizer gets."""
 
     method: str
     trained: int
     noised: int
     peak_bytes: int
     flops: int
+    total_bytes: int
 
 
 def compare(build: Callable[[], nn.Module], losses: Losses, carriers: Mapping[str, Any]) -> list[Row]:
@@ -64,12 +66,17 @@ def _carried(model: nn.Module, config: CarrierConfig) -> tuple[nn.Module, Method
 def _row(name: str, model: nn.Module, method: Method | None, losses: Losses) -> Row:
     parameters = trainable(model)
     trained = sum(p.numel() for p in parameters.values())
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    gradients = sum(p.numel() * p.element_size() for p in parameters.values())
     if method is None:
         cost = dryrun.measure(lambda: dryrun.plain_step(model, lambda: losses(model)))
-        return Row(name, trained, 0, cost.peak_bytes, cost.flops)
+        return Row(name, trained, 0, cost.peak_bytes, cost.flops, weights + 2 * gradients + cost.peak_bytes)
     method.attach(parameters)
     method.begin_step(0)  # carriers are computed once per logical step, which is not part of a micro-batch
     cost = dryrun.measure(lambda: dryrun.private_step(model, lambda: losses(model), method))
     noised = sum(shape.numel() for shape in method.blocks.values())
     kept = method.start_bytes if isinstance(method, Carriers) else 0  # W_0, where carriers come from the history
-    return Row(name, trained, noised, cost.peak_bytes + kept, cost.flops)
+    sums = 4 * sum(shape.numel() for block, shape in method.blocks.items() if block not in parameters)
+    update = gradients + sums  # a block that is a parameter's own sum becomes its gradient
+    total = weights + 2 * gradients + kept + max(cost.peak_bytes, update)
+    return Row(name, trained, noised, cost.peak_bytes + kept, cost.flops, total)
