@@ -42,8 +42,9 @@ def check_layout(checkpoint: str | None, trainer: Trainer) -> None:
     """Trainer would find out too late, or on one rank while the others wait, that it cannot read a checkpoint."""
     if trainer.is_distributed_loading_by_transformers and trainer.args.load_best_model_at_end:
         raise ValueError(
-            "`load_best_model_at_end` cannot be combined with a model that was sharded by `distributed_config`: Trainer"
-            " cannot load weights into it. Launch FSDP2 by Accelerate (recipes/accelerate/fsdp2.yaml), or leave it out."
+            "`load_best_model_at_end` cannot be combined with a model that was sharded by `distributed_config`:"
+            " Trainer cannot load weights into it. Launch FSDP2 by Accelerate (recipes/accelerate/fsdp2.yaml), or"
+            " leave it out."
         )
     if not checkpoint:
         return
