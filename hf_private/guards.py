@@ -116,8 +116,8 @@ def check_parameters(model: nn.Module, engine: Mapping[str, nn.Parameter]) -> No
         what = "replaced" if odd[0] in now and odd[0] in engine else "unfrozen" if odd[0] in now else "frozen"
         raise RuntimeError(
             f"`{odd[0]}` must stay as it was when the run began, got {what} ({len(odd)} such parameters). The engine,"
-            " the optimizer and the noise were made for the others: end this run, and call train() again for a phase"
-            " with other parameters."
+            " the optimizer and the noise were made for the others. For a phase with other parameters build a new"
+            " DPTrainer on the same output_dir: its spending goes on."
         )
 
 
