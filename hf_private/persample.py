@@ -178,7 +178,8 @@ class Outer(PerSample):
         left, right = left.flatten(0, 1).t(), right.flatten(0, 1)
         if into is None:
             return torch.mm(left, right).view(self.shape)
-        into.view(left.shape[0], -1).addmm_(left, right)
+        matrix = into.view(left.shape[0], -1)
+        torch.addmm(matrix, left, right, out=matrix)  # as `addmm_`, which torch's counter of operations does not know
         return into
 
     def dense(self) -> Tensor:
