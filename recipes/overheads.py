@@ -1,0 +1,121 @@
+"""What privacy costs a step besides clipping: sampling, noise, ledger, accounting, logging, as shares of its time.
+
+    HF_PRIVATE_DATA=path/to/data python recipes/overheads.py --config recipes/configs/sst2_minilm.yaml --max_steps 4
+    python recipes/overheads.py --config recipes/configs/sst2_minilm.yaml --methods bk --max_steps 4 --noise fast
+
+A profiler watches a run of DPTrainer from the outside, from the beginning of its first step to the end of its last;
+what comes once (the self-check, calibrating the noise) is not in it. Every step is logged, which is more often than
+anyone wants. Writes <results>.json and <results>.md.
+"""
+
+import argparse
+import cProfile
+import json
+import pstats
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from glue import GlueOptions, load_data, load_model
+from options import parse
+from training import RecipeTrainer
+from transformers import DataCollatorWithPadding, TrainerCallback, TrainerState
+
+RESULTS = Path(__file__).parent / "results" / "overheads"
+PARTS = {  # what is looked for in the profile: a part -> functions, by file
+    "sampling": [("hf_private/sampling.py", "draw")],
+    "noise": [("hf_private/noise.py", "add_"), ("hf_private/keystream.py", "reseed_global")],
+    "ledger and budget": [("hf_private/checkpoint.py", "charge")],
+    "logging, with epsilon": [("hf_private/trainer.py", "log"), ("hf_private/callbacks.py", "on_step_end")],
+    "checks at every step": [("hf_private/guards.py", "check_parameters")],
+}
+SHOWN = {  # no overhead: what a step does anyway, or what carriers save elsewhere
+    "carriers from the weights": [("methods/carriers.py", "begin_step")],
+    "records to micro-batches": [("hf_private/sampling.py", "__call__")],
+    "passes and clipped sums": [("hf_private/mechanism.py", "_clipped_sums")],
+    "optimizer": [("torch/optim/optimizer.py", "wrapper")],
+}
+
+
+class Watch(TrainerCallback):
+    """Profiles what lies between the beginning of the first step and the end of the last."""
+
+    def __init__(self) -> None:
+        self.profile = cProfile.Profile()
+        self.running = False
+
+    def on_step_begin(self, *_: object, **__: object) -> None:
+        if not self.running:
+            self.running = True
+            self.profile.enable()
+
+    def on_step_end(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
+        if state.global_step >= state.max_steps:
+            self.profile.disable()
+
+
+def seconds(stats: dict, wanted: list[tuple[str, str]]) -> float:
+    """Seconds spent in functions, with all that they call."""
+
+    def is_wanted(file: str, name: str) -> bool:
+        return any(file.endswith(path) and name == function for path, function in wanted)
+
+    # (file, line, name) -> calls, primitive calls, own seconds, cumulative seconds, callers
+    return sum(entry[3] for (file, _, name), entry in stats.items() if is_wanted(file, name))
+
+
+def run(method: str, argv: list[str]) -> dict[str, float]:
+    """Seconds per step by part, of one run."""
+    with tempfile.TemporaryDirectory() as folder:
+        fixed = ["--output_dir", folder, "--save_strategy", "no", "--disable_tqdm", "true", "--logging_steps", "1"]
+        options, dp_config, args = parse(GlueOptions, __doc__, [*fixed, "--method", method, *argv])
+        model, tokenizer = load_model(options, args.seed)
+        train_set, _ = load_data(options, tokenizer)
+        watch = Watch()
+        common = {"data_collator": DataCollatorWithPadding(tokenizer), "callbacks": [watch]}
+        trainer = RecipeTrainer(model, args, dp_config=dp_config, train_dataset=train_set, **common)
+        trainer.train()
+        steps = trainer.state.global_step
+    stats = pstats.Stats(watch.profile)
+    found = {part: seconds(stats.stats, wanted) / steps for part, wanted in (PARTS | SHOWN).items()}
+    return found | {"step": stats.total_tt / steps}
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    lines = [
+        "# What a private step spends besides its passes", "",
+        "Milliseconds per logical step, and shares of it.", "",
+        f"| part | {' | '.join(rows)} |", f"|---|{'---|' * len(rows)}",
+    ]  # fmt: skip
+
+    def line(name: str, values: list[tuple[float, float]]) -> str:
+        return f"| {name} | " + " | ".join(f"{1000 * t:,.1f} ms ({t / step:.2%})" for t, step in values) + " |"
+
+    for part in PARTS:
+        lines.append(line(part, [(row[part], row["step"]) for row in rows.values()]))
+    together = [(sum(row[part] for part in PARTS), row["step"]) for row in rows.values()]
+    lines.append(line("**together**", together))
+    for part in (*SHOWN, "step"):
+        lines.append(line(part, [(row[part], row["step"]) for row in rows.values()]))
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", default=["bk", "rgp"])
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    own, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    torch.set_num_threads(1)
+    rows = {method: run(method, rest) for method in own.methods}
+    own.results.parent.mkdir(parents=True, exist_ok=True)
+    own.results.with_suffix(".json").write_text(
+        json.dumps({"seconds_per_step": rows, "settings": rest}, indent=2) + "\n"
+    )
+    text = table(rows) + f"\n`{' '.join(rest)}`\n"
+    own.results.with_suffix(".md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
