@@ -3,85 +3,28 @@
 The cases run in tests/distributed/worker.py, all of them in one launch for each number of ranks; this compares them.
 """
 
-import fcntl
-import json
 import math
-import os
 import re
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from launched import CPU2, WORLDS
 from scipy import stats
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
 from hf_private import ranks as ranks_module
 from hf_private.config import refusals
+from hf_private.guards import check_ranks
 from hf_private.ranks import Ranks, _buckets, fingerprint
 from hf_private.shards import Shards
 
-ROOT = Path(__file__).parents[1]
-WORKER = Path(__file__).parent / "distributed" / "worker.py"
-CPU2 = ROOT / "recipes" / "accelerate" / "cpu2.yaml"
-BOUND = 400  # seconds, for a machine that is busy with other tests
-SIGMA, CLIP, STEPS = 1.5, 0.25, 5
+SIGMA, CLIP = 1.5, 0.25
 METHODS = ["bk", "bk-adam", "bk-llama", "lora", "rgp", "history", "lsg", "gep"]
 SHARDED = [name for name in METHODS if name != "gep"]
-WORLDS = [2, 3]
-
-
-def environment() -> dict[str, str]:
-    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    rest = {key: value for key, value in os.environ.items() if key not in ours}
-    return rest | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-
-
-def kill(folder: Path) -> None:
-    """Two ranks under `accelerate launch` with our YAML, one of which kills itself; what came of it, and how long."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CPU2)]
-    command = [*launch, "--main_process_port", str(port), str(WORKER), str(folder)]
-    start = time.perf_counter()
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=BOUND)
-    outcome = {"code": done.returncode, "stderr": done.stderr, "seconds": time.perf_counter() - start}
-    (folder / "killed.json").write_text(json.dumps(outcome))
-
-
-def run(folder: Path) -> None:
-    command = [sys.executable, str(WORKER), str(folder), "1", "2", "3"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=2 * BOUND)
-    assert done.returncode == 0, done.stderr[-4000:]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all that was launched left its results; of several test processes the first one launches."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "many-ranks"
-    folder.mkdir(exist_ok=True)
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "killed.json").is_file():
-            kill(folder)
-            run(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def results(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """What every rank found, by the number of ranks; three ranks resume what two have left behind."""
-    found = {world: [torch.load(folder / f"{world}-{rank}.pt") for rank in range(world)] for world in (1, *WORLDS)}
-    assert all(rank["world_size"] == world for world, ranks in found.items() for rank in ranks)
-    return found
 
 
 def flat(weights: dict[str, Tensor]) -> Tensor:
@@ -118,26 +61,9 @@ def test_shards_change_the_memory_only(results: dict, name: str, world: int) -> 
         assert sum(drawn) == whole and max(drawn) < whole
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", ["bk", "rgp", "lsg", "gep"])
-def test_the_trainer_gives_the_same_weights(results: dict, name: str, world: int) -> None:
-    wanted = results[1][0]["trainer"][name]["weights"]
-    for rank in results[world]:
-        found = rank["trainer"][name]
-        assert (found["weights"] - wanted).norm() <= 1e-5 * wanted.norm()
-        assert found["steps"] == found["global_step"] == STEPS
-
-
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", ["bk", "rgp"])
-def test_the_trainer_takes_a_model_that_transformers_has_sharded(results: dict, name: str, world: int) -> None:
-    """FSDP2 by `from_pretrained(distributed_config=...)`, and the model that is saved is a plain one."""
-    wanted = results[1][0]["trainer"][name]["weights"]
-    for rank in results[world]:
-        found = rank["trainer"][f"fsdp-{name}"]
-        assert (found["weights"] - wanted).norm() <= 1e-5 * wanted.norm()
-        assert (found["saved"] - wanted).norm() <= 1e-5 * wanted.norm()
-        assert found["steps"] == STEPS
+def test_replicas_of_shards_get_the_same_update(results: dict) -> None:
+    for rank in results[2]:
+        assert_same_update(rank["fsdp"]["replicated"], results[1][0]["engine"]["bk"])
 
 
 def test_different_updates_would_be_noticed(results: dict) -> None:
@@ -201,6 +127,10 @@ def test_carriers_reduce_what_is_thin(results: dict) -> None:
         ("no dummy", "ValueError: `dummy` must be given", None),
         ("wrapped", "ValueError: .*DistributedDataParallel.*\\.module", None),
         ("uncovered", "UncoveredError: `table`.*all ranks' records", None),
+        ("begin_step", "RuntimeError: the second rank is unwell", "RankError: Rank 1 failed"),
+        ("key", "ValueError: `key` must be the same on all ranks", None),
+        ("half", "ValueError: `bert.*` must be spread over all [23] ranks, got a mesh of 1", None),
+        ("replica", "RankError: `classifier.bias` must be the same on all ranks.*1 of", None),
     ],
 )
 def test_errors_reach_every_rank(results: dict, world: int, case: str, own: str, others: str | None) -> None:
@@ -211,54 +141,13 @@ def test_errors_reach_every_rank(results: dict, world: int, case: str, own: str,
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_ledger_that_cannot_be_written_stops_all_ranks_before_the_step(results: dict, world: int) -> None:
-    found = [rank["trainer"]["ledger"] for rank in results[world]]
-    assert found[0]["error"].startswith("LedgerError")
-    assert all("RankError" in other["error"] and "the disk is full" in other["error"] for other in found[1:])
-    for rank in found:
-        assert rank["charges"] == 3 and rank["global_step"] == 2 and not rank["moved"]
-    assert [rank["writes"] for rank in found] == [True] + [False] * (world - 1)
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_the_budget_stops_all_ranks_at_the_same_step(results: dict, world: int) -> None:
-    for rank, found in enumerate(result["trainer"]["budget"] for result in results[world]):
-        assert 0 < found["epsilon"] <= 3.0
-        assert found["stopped_at"] == 2
-        assert found["refused"].startswith("BudgetExceeded" if rank == 0 else "RankError: Rank 0 failed")
-        assert found["steps"] == STEPS + 2
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_other_data_or_no_checkpoint_is_an_error_on_all(results: dict, world: int) -> None:
-    for rank, found in enumerate(result["trainer"] for result in results[world]):
-        assert "`train_dataset` must be the same on all ranks" in found["other data"]
-        assert found["no checkpoint"].startswith("ValueError" if rank == 0 else "RankError")
-        assert "no complete checkpoint" in found["no checkpoint"]
-
-
-# ---- interrupted and resumed
-
-
-def test_a_run_resumes_on_another_number_of_ranks(results: dict) -> None:
-    wanted = results[1][0]["trainer"]["bk"]["weights"]
-    assert results[2][0]["trainer"]["stopped"]["steps"] == 3
-    for rank in results[3]:
-        found = rank["trainer"]["resumed"]
-        assert found["steps"] == found["global_step"] == STEPS
-        assert (found["weights"] - wanted).norm() <= 1e-5 * wanted.norm()
-
-
-def test_a_killed_rank_ends_the_job_and_the_step_is_charged(results: dict, folder: Path) -> None:
-    outcome = json.loads((folder / "killed.json").read_text())
-    assert outcome["code"] != 0 and outcome["seconds"] < BOUND
-    assert "Signal 9 (SIGKILL)" in outcome["stderr"]
-    wanted = results[1][0]["trainer"]["bk"]["weights"]
-    for rank in results[3]:  # saved after 2, died in the 4th, and done again from the 3rd on
-        assert rank["trainer"]["before"]["steps"] == 4
-        found = rank["trainer"]["after kill"]
-        assert found["global_step"] == STEPS and found["steps"] == 4 + 3
-        assert (found["weights"] - wanted).norm() <= 1e-5 * wanted.norm()
+def test_a_rank_that_fails_in_shards_ends_the_others_and_nothing_is_released(
+    results: dict, launch_folder: Path, world: int
+) -> None:
+    for rank in range(world):
+        found = torch.load(launch_folder / f"died-{world}-{rank}.pt")
+        assert found["error"] is not None and not found["released"]
+        assert found["error"].startswith("MemoryError") == (rank == 1)
 
 
 # ---- without a launch
@@ -291,6 +180,14 @@ def test_a_fingerprint_sees_one_bit_and_an_exchange(dtype: torch.dtype) -> None:
     z[8] = x[8] - (y[7] - x[7])
     assert torch.equal(fingerprint(x), fingerprint(x.clone()))
     assert not torch.equal(fingerprint(x), fingerprint(y)) and not torch.equal(fingerprint(x), fingerprint(z))
+
+
+def test_ranks_that_the_trainer_does_not_know_of_are_refused(tmp_path: Path) -> None:
+    """Each would take the whole draw, and a record would count as often as there are ranks."""
+    ranks = Ranks.alone()
+    ranks.world_size = 2
+    with pytest.raises(ValueError, match="`world_size` must be .*got 1 in TrainingArguments and 2 there"):
+        check_ranks(ranks, TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
 
 
 def test_wrapped_models_are_refused() -> None:
