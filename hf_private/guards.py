@@ -62,8 +62,8 @@ def check_layout(checkpoint: str | None, trainer: Trainer) -> None:
     if found != wanted:
         raise ValueError(
             f"`resume_from_checkpoint` must be {wanted} as this run is set up, got {found} in {checkpoint!r}. Resume"
-            " the way it was saved (fsdp_state_dict_type), on any number of ranks; or, unless it is in shards, load its"
-            " weights with from_pretrained and start a new phase with train(): what was spent stays charged."
+            " the way it was saved (fsdp_state_dict_type), on any number of ranks; or, unless it is in shards, load"
+            " its weights with from_pretrained and start a new phase with train(): what was spent stays charged."
         )
 
 
