@@ -323,7 +323,10 @@ PASSED = {
 
 
 def differences(got: Any, expected: Any, same_words: bool, where: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Leaves in which two records differ; accountants' numbers up to `TOLERANCE`, words only if `same_words`."""
+    """Leaves in which two records differ; accountants' numbers up to `TOLERANCE`, words only if `same_words`.
+
+    Another version may say more or less, too: lists of sentences are words.
+    """
     if isinstance(got, dict) and isinstance(expected, dict):
         for key in {**got, **expected}:
             path = f"{where}.{key}" if where else key
@@ -336,7 +339,11 @@ def differences(got: Any, expected: Any, same_words: bool, where: str = "") -> I
         slack = TOLERANCE if computed else 1e-12
         if where != "guarantee.epsilon" and not math.isclose(got, expected, rel_tol=slack):
             yield where, got, expected
-    elif isinstance(got, str) and isinstance(expected, str) and "inf" not in (got, expected) and not same_words:
+    elif not same_words and _words(got) and _words(expected) and "inf" not in (got, expected):
         return
     elif got != expected:
         yield where, got, expected
+
+
+def _words(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))

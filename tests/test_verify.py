@@ -86,6 +86,20 @@ def test_true_claims_of_other_runs_hold(given: dict, tmp_path: Path) -> None:
     assert wrong(saved_model(tmp_path, given)) == []
 
 
+def test_a_record_of_another_version_may_use_other_words_but_not_other_numbers(folder: Path) -> None:
+    def older(record: dict) -> None:
+        record["versions"]["hf_private"] = "0.0.9"
+        record["scope"]["not_covered"] = ["the weather"]
+        record["setting"] = "central"
+
+    edit_record(folder, older)
+    fix_hash(folder)
+    assert wrong(folder) == []
+    edit_record(folder, put("mechanism.steps", 2))
+    fix_hash(folder)
+    assert any("mechanism.steps" in line for line in wrong(folder))
+
+
 RECORD_EDITS = [  # (what is changed in privacy.json, words of the answer)
     ("guarantee.epsilon", 0.1, "guarantee.epsilon` is 0.1"),
     ("guarantee.epsilon_unrounded", 0.2, "guarantee.epsilon_unrounded` is 0.2"),
