@@ -9,9 +9,9 @@ import tiny
 import torch
 import torch.distributed as dist
 from engine import RECORDS, anchors, batch_of, failure, mechanism, replicated, shard
+from runs import charged, make
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
-from training import charged, make
 
 from hf_private.ledger import LedgerError
 from hf_private.losses import PerSampleLoss

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from accelerate.state import DistributedType, PartialState
 from engine import failure
 from peft import PeftModel
+from runs import EVALUATED, TRAINERS, charged, make, settings_of, stopped, weights
 from torch import nn
 from torch.distributed.tensor import DTensor
-from training import EVALUATED, TRAINERS, charged, make, settings_of, stopped, weights
 from transformers import BertForSequenceClassification, TrainingArguments
 from transformers.distributed import DistributedConfig
 

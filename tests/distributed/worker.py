@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from engine import METHODS, checked, engine, noise, replicated
 from failures import dies_in_shards, errors, kill, trainer_errors
+from runs import trainers
 from sharding import sharding
-from training import trainers
 
 from hf_private import ranks as ranks_module
 from hf_private.ranks import Ranks
