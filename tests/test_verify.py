@@ -343,6 +343,14 @@ def test_card_writes_the_card_again(folder: Path, capsys: pytest.CaptureFixture)
     assert verify(str(folder)).code == 2, "writing the card again does not bless other weights"
 
 
+def test_card_takes_the_claim_from_the_facts(folder: Path) -> None:
+    before = (folder / RECORD).read_text()
+    edit_record(folder, put("guarantee.epsilon", 0.1))
+    edit_record(folder, put("scope.not_covered", ["in other words"]))
+    assert main(["card", str(folder)]) == 0
+    assert (folder / RECORD).read_text() == before
+
+
 def test_card_charges_for_tuning(folder: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["card", str(folder), "--tuning-runs", "2", "--law", "fixed", "--json"]) == 0
     twice = json.loads(capsys.readouterr().out)["epsilon"]

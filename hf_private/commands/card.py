@@ -1,7 +1,7 @@
 """Write a model's card again, from its privacy.json.
 
-Privacy section, metadata and curve in the folder are replaced by what the record says; the rest of README.md stays.
-The recorded facts and hashes are not touched. With --tuning-runs the record is charged for the runs that were tried
+All claims are computed again from the recorded facts, in the words of this version: in privacy.json, and in the card's
+privacy section, metadata and curve; the rest of README.md stays. Facts and hashes are not touched. With --tuning-runs the record is charged for the runs that were tried
 before this one: all of them if their number was fixed in advance, or by Papernot and Steinke's theorem if it was drawn
 at random (a geometric or logarithmic law) and only the best run is published.
 
@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
     if args.tuning_runs:
         # of a law with mean 1 there is only one run
         law = args.law if args.tuning_runs > 1 else "fixed"
-        record = rebuild({**record, "tuning": {"runs": args.tuning_runs, "law": law}})
+        record["tuning"] = {"runs": args.tuning_runs, "law": law}
+    record = rebuild(record)
     write_files(args.model, record)
     guarantee = record["guarantee"]
     if args.json:
