@@ -25,7 +25,7 @@ import data
 import evaluate
 import torch
 from data import split_off
-from datasets import Dataset
+from datasets import Dataset, DatasetInfo
 from options import RecipeOptions, parse
 from public_text import public_sentences
 from torch import Tensor
@@ -162,7 +162,8 @@ def main(argv: list[str] | None = None) -> dict:
     if options.method in ("gep", "b-gep"):
         public = [{"mr": "", "ref": text} for text in public_sentences(2000)]
         public = data.read(Path(options.anchor_data)) if options.anchor_data else public
-        anchors = tokenized(Dataset.from_list(public), tokenizer, options.max_length)
+        info = DatasetInfo(dataset_name=Path(options.anchor_data or "public_sentences").name)  # for the card
+        anchors = tokenized(Dataset.from_list(public, info=info), tokenizer, options.max_length)
 
     trainer = RecipeTrainer(
         model,

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import data
 import evaluate
 from data import model_path, split_off
-from datasets import Dataset
+from datasets import Dataset, DatasetInfo
 from options import RecipeOptions, parse
 from public_text import public_sentences
 from training import RecipeTrainer, finish, train, with_method
@@ -122,7 +122,8 @@ def load_anchors(options: GlueOptions, tokenizer: PreTrainedTokenizerBase) -> Da
         records = [{**record, "label": 0} for record in data.read(Path(options.anchor_data))]
     else:
         records = [dict.fromkeys(task.columns, text) | {"label": 0} for text in public_sentences(2000)]
-    return tokenized(Dataset.from_list(records), task, tokenizer, options.max_length)
+    info = DatasetInfo(dataset_name=Path(options.anchor_data or "public_sentences").name)  # for the card
+    return tokenized(Dataset.from_list(records, info=info), task, tokenizer, options.max_length)
 
 
 def main(argv: list[str] | None = None) -> dict:

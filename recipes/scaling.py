@@ -1,7 +1,7 @@
 """Time and traffic of one private step on one rank and on several, one thread each, by method.
 
     python recipes/scaling.py
-    python recipes/scaling.py --ranks 4 --batch-size 128 --output scaling4
+    python recipes/scaling.py --ranks 4 --batch-size 256 --output scaling4
 
 Each rank computes its share of the batch; the clipped sums are added up over the ranks. Of a weight of p x d numbers,
 RGP sends r (p + d). Steps of one rank, for which the others wait, and of all take turns, so that a machine that gets
@@ -124,12 +124,12 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=64, help="records in a logical step, over all ranks")
+    parser.add_argument("--batch-size", type=int, default=128, help="records in a logical step, over all ranks")
     parser.add_argument("--micro-batch-size", type=int, default=16)
     parser.add_argument("--length", type=int, default=64, help="tokens of a record")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--output", default="scaling", help="name of the files in recipes/results/")
     options = parser.parse_args()
 

@@ -25,7 +25,7 @@ import evaluate
 import numpy as np
 import torch
 import torch.nn.functional as F
-from datasets import load_dataset
+from datasets import DatasetInfo, load_dataset
 from options import RecipeOptions, parse
 from torch import Tensor
 from training import RecipeTrainer, finish, train, with_method
@@ -70,9 +70,15 @@ class VisionOptions(RecipeOptions):
 
 
 class Images(torch.utils.data.Dataset):
-    """Images as records: scaled to [-1, 1], to `size` if it differs, and moved about if asked for."""
+    """Images as records: scaled to [-1, 1], to `size` if it differs, and moved about if asked for.
 
-    def __init__(self, images: np.ndarray, labels: np.ndarray, size: int | None = None, augment: bool = False) -> None:
+    `name` is what the card calls them; it looks where `datasets` keeps it.
+    """
+
+    def __init__(
+        self, images: np.ndarray, labels: np.ndarray, name: str, size: int | None = None, augment: bool = False
+    ) -> None:
+        self.info = DatasetInfo(dataset_name=name)
         images = torch.from_numpy(np.ascontiguousarray(images))
         self.images = images[:, None] if images.dim() == 3 else images.permute(0, 3, 1, 2)
         self.labels, self.size, self.augment = labels, size, augment
@@ -181,15 +187,16 @@ def main(argv: list[str] | None = None) -> dict:
         if not options.anchor_data and options.task != "digits":
             raise ValueError("`anchor_data` must name an .npz file of public images for GEP, got None.")
         public = read_npz(Path(options.anchor_data))[0] if options.anchor_data else drawn_numerals(2000)
-        anchors = Images(public, np.arange(len(public)) % model.config.num_labels, size)
+        name = Path(options.anchor_data).name if options.anchor_data else "numerals drawn with a font"
+        anchors = Images(public, np.arange(len(public)) % model.config.num_labels, name, size)
     accuracy = evaluate.load(str(METRICS / "accuracy"))
 
     trainer = ImageTrainer(
         model,
         args,
         dp_config=dp_config,
-        train_dataset=Images(images, labels, size, options.augment),
-        eval_dataset=Images(dev_images, dev_labels, size),
+        train_dataset=Images(images, labels, options.task, size, options.augment),
+        eval_dataset=Images(dev_images, dev_labels, options.task, size),
         anchor_dataset=anchors,
         data_collator=default_data_collator,
         per_sample_loss=class_losses,

@@ -112,6 +112,9 @@ def check(folder: Path, method: str, metrics: set[str]) -> None:
     else:
         assert 0 < results["epsilon"] < 50
         assert verify(str(folder)).code == 0, verify(str(folder)).findings
+    record = json.loads((folder / "privacy.json").read_text())
+    assert record["dataset"]["name"], "the card names the data"
+    assert method not in ("gep", "b-gep") or record["settings"]["anchors"]["dataset_name"]
 
 
 # ---- runs
