@@ -1,9 +1,10 @@
 """Write a model's card again, from its privacy.json.
 
 All claims are computed again from the recorded facts, in the words of this version: in privacy.json, and in the card's
-privacy section, metadata and curve; the rest of README.md stays. Facts and hashes are not touched. With --tuning-runs the record is charged for the runs that were tried
-before this one: all of them if their number was fixed in advance, or by Papernot and Steinke's theorem if it was drawn
-at random (a geometric or logarithmic law) and only the best run is published.
+privacy section, metadata and curve; the rest of README.md stays. Facts and hashes are not touched. With --tuning-runs
+the record is charged for the runs that were tried before this one: all of them if their number was fixed in advance,
+or by Papernot and Steinke's theorem if it was drawn at random (a geometric or logarithmic law) and only the best run
+is published.
 
 example:
   hf-private card path/to/model
