@@ -9,6 +9,7 @@ import torch
 from transformers import DataCollatorWithFlattening, HfArgumentParser, TrainingArguments
 
 from hf_private.config import REFUSED_ARGS, DPConfig, refusals
+from hf_private.targets import CarrierConfig
 
 WRONG = {  # field -> values that must be refused
     "target_epsilon": [0, -1, "8", math.nan, True],
@@ -35,8 +36,6 @@ def test_every_field_has_wrong_values_here_and_a_help_text() -> None:
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
 def test_a_wrong_value_is_named(name: str, value: object) -> None:
-    if name in ("carriers", "anchors"):
-        pytest.importorskip("hf_private.targets")
     budget = {} if name in ("target_epsilon", "noise_multiplier") else {"target_epsilon": 8.0}
     with pytest.raises(ValueError, match=f"`{name}`"):
         DPConfig(**budget, **{name: value})
@@ -93,9 +92,8 @@ def test_the_argument_parser_of_transformers_reads_it() -> None:
 
 @pytest.mark.parametrize("value", [{"r": 4}, '{"r": 4}'])
 def test_carriers_from_a_dict_or_json(value: object) -> None:
-    targets = pytest.importorskip("hf_private.targets")
     config = DPConfig(target_epsilon=8.0, carriers=value)
-    assert isinstance(config.carriers, targets.CarrierConfig) and config.carriers.r == 4
+    assert isinstance(config.carriers, CarrierConfig) and config.carriers.r == 4
     assert DPConfig.from_dict(json.loads(config.to_json_string())).to_dict() == config.to_dict()
 
 
