@@ -50,7 +50,7 @@ class PretrainOptions:
     """Size of the model and of its text."""
 
     layers: int = field(default=4, metadata={"help": "Number of layers."})
-    width: int = field(default=256, metadata={"help": "Width of the model; a multiple of 64."})
+    width: int = field(default=128, metadata={"help": "Width of the model; a multiple of 64."})
     vocabulary: int = field(default=4096, metadata={"help": "Number of tokens."})
     block: int = field(
         default=128, metadata={"help": "Tokens in a training record; the model has twice as many positions."}
@@ -78,7 +78,7 @@ def make_blocks(texts: list[str], tokenizer: PreTrainedTokenizerFast, block: int
 def main(argv: list[str] | None = None) -> None:
     parser = HfArgumentParser((PretrainOptions, TrainingArguments), description=__doc__.splitlines()[0])
     parser.set_defaults(
-        output_dir="outputs/gpt2_tiny", max_steps=600, per_device_train_batch_size=16, learning_rate=2e-3,
+        output_dir="outputs/gpt2_tiny", max_steps=1200, per_device_train_batch_size=16, learning_rate=2e-3,
         warmup_steps=50, lr_scheduler_type="cosine", weight_decay=0.1, logging_steps=50, save_strategy="no",
         report_to=["none"],
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
     python recipes/sweep.py --config recipes/configs/sweep_sst2.yaml              # runs what is missing
     python recipes/sweep.py --config recipes/configs/sweep_sst2.yaml --dry_run    # shows the cells and which are done
+    python recipes/sweep.py --config recipes/configs/sweep_sst2.yaml --methods rgp lsg &  # a part for each core
 
 First the learning rate: every method gets the same number of short runs on records held out of the training data, with
 the noise of the full run. Then the table, with each method's best. After every cell, <results>.json and <results>.md
@@ -49,6 +50,7 @@ class Sweep:
         self.plan = yaml.safe_load(Path(path).read_text())
         self.runs, self.results = Path(self.plan["runs"]), Path(self.plan["results"])
         self.metrics: list[str] = self.plan["metrics"]  # the first one decides
+        self.methods = list(dict.fromkeys(method for row in self.plan["table"] for method in row["methods"]))
         self.best = {"max": max, "min": min}[self.plan.get("choose", "max")]
 
     def tuning(self) -> list[Cell]:
@@ -56,11 +58,10 @@ class Sweep:
         tune = self.plan.get("tune")
         if not tune:
             return []
-        methods = dict.fromkeys(method for row in self.plan["table"] for method in row["methods"])
-        rates = {method: tune["by_method"].get(method, tune["learning_rates"]) for method in methods}
+        rates = {method: tune["by_method"].get(method, tune["learning_rates"]) for method in self.methods}
         return [
             Cell(f"tune_{method}_{rate:g}", method, tune["settings"] | {"learning_rate": rate})
-            for method in methods
+            for method in self.methods
             for rate in map(float, rates[method])
         ]
 
@@ -142,8 +143,12 @@ class Sweep:
         print(f"{self.metrics[0]} {self.score(cell):.4f} in {took:.1f} min")
         return True
 
-    def write(self, tuned: list[Cell], table: list[Cell]) -> None:
-        """Results so far as JSON, Markdown and a plot."""
+    def write(self) -> None:
+        """Results so far as JSON, Markdown and a plot; those of sweeps beside this one too."""
+        tuned = self.tuning()
+        self.load(tuned)
+        table = self.table(tuned)
+        self.load(table)
         rows = summary([cell for cell in table if cell.result], self.metrics)
         chosen = {method: cell.settings["learning_rate"] for method, cell in self.chosen(tuned).items()}
         trials = [
@@ -164,25 +169,26 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="YAML file of the sweep")
     parser.add_argument("--dry_run", action="store_true", help="only show the cells and their commands")
+    parser.add_argument("--methods", nargs="+", help="run these only; another sweep may run others at the same time")
     options = parser.parse_args(argv)
     sweep, failed = Sweep(options.config), []
     tuned = sweep.tuning()
+    methods = options.methods or sweep.methods
+    if unknown := sorted(set(methods) - set(sweep.methods)):
+        parser.error(f"--methods must be of this table's ({', '.join(sweep.methods)}), got {', '.join(unknown)}")
     for stage in ("tuning", "table"):
-        cells = tuned if stage == "tuning" else sweep.table(tuned)
+        cells = [cell for cell in (tuned if stage == "tuning" else sweep.table(tuned)) if cell.method in methods]
         missing = sweep.load(cells)
         print(f"{stage}: {len(cells) - len(missing)} of {len(cells)} runs are done.")
-        for index, cell in enumerate(missing):
+        for number, cell in enumerate(missing, len(cells) - len(missing) + 1):
             if options.dry_run:
                 print(" ", " ".join(sweep.command(cell)))
                 continue
-            failed += (
-                [] if sweep.run(cell, f"{stage} {len(cells) - len(missing) + index + 1}/{len(cells)}") else [cell.name]
-            )
-            sweep.write(tuned, cells if stage == "table" else [])
-    table = sweep.table(tuned)
-    sweep.load(table)
+            if not sweep.run(cell, f"{stage} {number}/{len(cells)}"):
+                failed.append(cell.name)
+            sweep.write()
     if not options.dry_run:
-        sweep.write(tuned, table)
+        sweep.write()
         print(f"{sweep.results.with_suffix('.md')}" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return 1 if failed else 0
 

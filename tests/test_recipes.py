@@ -398,6 +398,19 @@ def test_a_sweep_goes_on_where_it_stopped(table):
     assert not (table / "runs/np_seed1/checkpoint-5").exists()
 
 
+def test_two_sweeps_can_share_a_table(table, capsys):
+    """Each runs its own methods, none twice; what either has done is in the results."""
+    config = ["--config", str(table / "sweep.yaml")]
+    for methods in (["np", "rgp"], ["bk"]):
+        assert sweep.main([*config, "--methods", *methods]) == 0
+    results = json.loads((table / "out.json").read_text())
+    assert [len(results[part]) for part in ("rows", "tuning", "cells")] == [5, 8, 9]
+    assert len(calls(table)) == 8 + 9
+    with pytest.raises(SystemExit):
+        sweep.main([*config, "--methods", "rgb"])
+    assert "--methods must be of this table's (np, bk, rgp), got rgb" in capsys.readouterr().err
+
+
 def test_a_sweep_survives_failures_and_leaves_strange_folders_alone(table, capsys):
     (table / "runs").mkdir()
     (table / "runs/broken").touch()

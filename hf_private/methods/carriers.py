@@ -113,18 +113,18 @@ class LowRank:
     def _left(self, value: PerSample) -> Tensor:
         """(g R^T)^T: (N, r, rows)."""
         if isinstance(value, Outer):
-            return _outer(_thin(value.right, self.right.t()), value.left)
+            return _outer(_thin(self.right, value.right), value.left)
         if isinstance(value, Rows):
             shape = torch.Size((value.shape[0], len(self.right)))
-            return Rows(value.index, _thin(value.ds, self.right.t()), shape).dense().mT
-        return _thin(value.dense().flatten(2), self.right.t()).mT
+            return Rows(value.index, _thin(self.right, value.ds).mT, shape).dense().mT
+        return _thin(self.right, value.dense().flatten(2))
 
     def _right(self, value: PerSample) -> Tensor:
         """L^T g: (N, r, columns)."""
         if isinstance(value, Outer):
-            return _outer(_thin(value.left, self.left), value.right)
+            return _outer(_thin(self.left.t(), value.left), value.right)
         if isinstance(value, Rows):
-            return _outer(self.left[value.index], value.ds)
+            return _outer(self.left[value.index].mT, value.ds)
         g = value.dense().flatten(2)
         return torch.matmul(self.left.t().to(g.dtype), g)
 
@@ -146,14 +146,19 @@ class LowRank:
         return part.new_zeros(len(part), size).index_copy_(1, self.kept[side], part)
 
 
-def _thin(big: Tensor, carrier: Tensor) -> Tensor:
-    """`big` (N, T, size) times a carrier (size, r); the large factor is never copied to another dtype."""
-    return torch.matmul(big, carrier.to(big.dtype))
+def _thin(carrier: Tensor, big: Tensor) -> Tensor:
+    """A carrier (r, size) times each position of `big` (N, T, size): (N, r, T), as a view.
+
+    With r in front this product takes half the time of `big` times the carrier's transpose. The large factor is never
+    copied to another dtype.
+    """
+    product = torch.mm(carrier.to(big.dtype), big.flatten(0, 1).t())
+    return product.unflatten(1, big.shape[:2]).transpose(0, 1)
 
 
 def _outer(thin: Tensor, big: Tensor) -> Tensor:
-    """`thin_n^T big_n`: (N, r, size). With r in front the product runs along `big`'s memory."""
-    return torch.bmm(thin.to(big.dtype).transpose(1, 2), big)
+    """`thin_n big_n` of (N, r, T) and (N, T, size): (N, r, size). With r in front it runs along `big`'s memory."""
+    return torch.bmm(thin.to(big.dtype), big)
 
 
 class Submatrix:
