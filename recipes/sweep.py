@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from table import markdown, plot, summary
+from table import markdown, plot, samples, summary
 
 HERE = Path(__file__).parent
 
@@ -160,7 +160,8 @@ class Sweep:
         cells = [{"name": c.name, "asked": self.asked(c), **c.result} for c in table if c.result]
         content = {"rows": rows, "learning_rates": chosen, "tuning": trials, "cells": cells}
         self.results.with_suffix(".json").write_text(json.dumps(content, indent=2) + "\n")
-        self.results.with_suffix(".md").write_text(markdown(self.plan, rows, trials, len(table)))
+        texts = samples([self.runs / cell.name for cell in table if cell.result and cell.seed == table[0].seed])
+        self.results.with_suffix(".md").write_text(markdown(self.plan, rows, trials, len(table)) + texts)
         if rows:
             plot(self.plan, rows, self.results.with_suffix(".png"))
 

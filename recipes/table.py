@@ -1,6 +1,7 @@
 """What a sweep writes: its table as Markdown, and a plot of the score over epsilon."""
 
 import itertools
+import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,20 @@ def markdown(plan: dict[str, Any], rows: list[dict], trials: list[dict], asked: 
         for method, group in itertools.groupby(trials, key=lambda trial: trial["method"]):
             tried = ", ".join(f"{trial['learning_rate']:g}: {trial['score']:.4f}" for trial in group)
             lines.append(f"- {method}: {tried}")
+    return "\n".join(lines) + "\n"
+
+
+def samples(folders: list[Path], shown: int = 4) -> str:
+    """What the models wrote, where the recipe kept it (generated.jsonl): a few meanings, spread over all of them."""
+    files = [file for folder in folders if (file := folder / "generated.jsonl").is_file()]
+    texts = {file.parent.name: [json.loads(line) for line in file.read_text().splitlines()] for file in files}
+    if not texts:
+        return ""
+    first = next(iter(texts.values()))
+    lines = ["", "## Samples"]
+    for number in range(0, len(first), -(-len(first) // shown)):
+        lines += ["", f"`{first[number]['mr']}`", "", f"- a reference: {first[number]['reference']}"]
+        lines += [f"- {name}: {rows[number]['generated']}" for name, rows in texts.items() if number < len(rows)]
     return "\n".join(lines) + "\n"
 
 

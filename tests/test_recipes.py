@@ -398,6 +398,16 @@ def test_a_sweep_goes_on_where_it_stopped(table):
     assert not (table / "runs/np_seed1/checkpoint-5").exists()
 
 
+def test_a_sweep_shows_what_models_wrote(table):
+    said = {"mr": "name[The Fox]", "reference": "It is a fox.", "generated": "The Fox is a pub."}
+    write = f"(folder / 'generated.jsonl').write_text({json.dumps(said)!r} + chr(10))"
+    (table / "recipe.py").write_text(RECIPE + write)
+    sweep.main(["--config", str(table / "sweep.yaml")])
+    _, _, shown = (table / "out.md").read_text().partition("## Samples")
+    assert shown.count("The Fox is a pub.") == 5
+    assert "`name[The Fox]`\n\n- a reference: It is a fox.\n- np_seed1:" in shown
+
+
 def test_two_sweeps_can_share_a_table(table, capsys):
     """Each runs its own methods, none twice; what either has done is in the results."""
     config = ["--config", str(table / "sweep.yaml")]
