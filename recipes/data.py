@@ -23,7 +23,13 @@ ENDINGS = (".tsv", ".csv", ".jsonl", ".json")
 
 
 def load(
-    task: str, split: str, data_dir: str | None, names: tuple[str, ...], hub: tuple[str, ...], hub_split: str
+    task: str,
+    split: str,
+    data_dir: str | None,
+    names: tuple[str, ...],
+    hub: tuple[str, ...],
+    hub_split: str,
+    revision: str | None = None,
 ) -> Dataset:
     """One split of a task: the first local file that there is, of `names` with one of ENDINGS, else `hub`."""
     folder = data_dir or os.environ.get("HF_PRIVATE_DATA")
@@ -33,7 +39,7 @@ def load(
             return Dataset.from_list(read(path), info=DatasetInfo(dataset_name=task))
     if data_dir is None:
         try:
-            return load_dataset(*hub, split=hub_split)
+            return load_dataset(*hub, split=hub_split, revision=revision)
         except Exception as error:  # no network, offline mode, no such repository: one remedy for all
             reason = f" and the Hub cannot be reached ({type(error).__name__})"
     else:

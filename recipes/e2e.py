@@ -151,9 +151,10 @@ def main(argv: list[str] | None = None) -> dict:
     model = with_method(
         AutoModelForCausalLM.from_pretrained(options.model_name_or_path), options, task_type="CAUSAL_LM"
     )
-    hub = ("tuetschek/e2e_nlg",)
-    train_set = data.load("e2e", "train", options.data_dir, ("trainset", "train"), hub, "train")
-    dev = data.load("e2e", "dev", options.data_dir, ("devset", "dev"), hub, "validation")
+    # Its main branch holds a loading script, which `datasets` no longer runs; the Hub's own conversion holds the data.
+    hub, revision = ("tuetschek/e2e_nlg",), "refs/convert/parquet"
+    train_set = data.load("e2e", "train", options.data_dir, ("trainset", "train"), hub, "train", revision)
+    dev = data.load("e2e", "dev", options.data_dir, ("devset", "dev"), hub, "validation", revision)
     columns = {"meaning_representation": "mr", "human_reference": "ref"}  # the Hub's names
     if "mr" not in train_set.column_names:
         train_set, dev = train_set.rename_columns(columns), dev.rename_columns(columns)

@@ -272,6 +272,26 @@ def test_missing_data_says_where_it_was_looked_for(tmp_path, monkeypatch):
         data.load("sst2", "train", None, ("train",), ("nyu-mll/glue", "sst2"), "train")
 
 
+def test_e2e_is_read_from_the_hubs_conversion(files, tmp_path, monkeypatch):
+    """The repository itself holds a script, which `datasets` refuses, and its columns have other names."""
+    asked = []
+
+    def load_dataset(name: str, *, split: str, revision: str) -> data.Dataset:
+        asked.append((name, split, revision))
+        records = data.read(files / "e2e" / {"train": "trainset.csv", "validation": "devset.csv"}[split])
+        rows = [{"meaning_representation": record["mr"], "human_reference": record["ref"]} for record in records]
+        return data.Dataset.from_list(rows, info=data.DatasetInfo(dataset_name="e2e_nlg"))
+
+    monkeypatch.delenv("HF_PRIVATE_DATA", raising=False)
+    monkeypatch.setattr(data, "load_dataset", load_dataset)
+    line = arguments("e2e", "rgp", files, tmp_path)
+    at = line.index("--data_dir")
+    e2e.main(line[:at] + line[at + 2 :])
+    check(tmp_path, "rgp", {"eval_perplexity", "eval_bleu"})
+    hub = "tuetschek/e2e_nlg", "refs/convert/parquet"
+    assert asked == [(hub[0], split, hub[1]) for split in ("train", "validation")]
+
+
 def test_local_files_in_every_format_give_the_same_records(tmp_path):
     records = [{"label": "1", "sentence": 'he said " ,'}, {"label": "0", "sentence": "x"}]
     (tmp_path / "a.tsv").write_text("label\tsentence\n" + "".join(f"{r['label']}\t{r['sentence']}\n" for r in records))
