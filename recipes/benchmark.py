@@ -6,11 +6,14 @@
     make bench-peers                                 # Opacus and Opake, in an environment of their own
 
 One step = forward and backward pass, for private engines with clipping and summing, without noise and optimizer.
-All engines of a setting run in one process, in turn, on one thread; a time is the minimum of CPU seconds over the
-rounds of a run, because other load on a machine can only add to it. A speed is the worst of the runs. Memory is the
-peak of live tensor bytes, weights included; operations are counted by torch. Both are the same in every run. Results
-go to recipes/results/<output>.{md,json,png}; settings and engines that are there already are not measured again,
-unless --fresh is given.
+All engines of a setting run in one process, in turn, on one thread. Other load on a machine only ever adds to a time,
+and comes and goes in seconds, so a step is taken apart: calls of one operation on operands of the same shapes (and the
+Python code between all of them) count with their tenth percentile over the rounds of a run, and a step's time is the
+sum. A speed is the ratio of such times, the worst of the runs. "Whole steps" is the ratio of the fastest whole steps
+in CPU seconds: the same thing with the machine's noise in it. Memory is the peak of live tensor bytes, weights
+included; operations are counted by torch. Both are the same in every run. Results go to
+recipes/results/<output>.{md,json,png}; settings and engines that are there already are not measured again, unless
+--fresh is given.
 """
 
 import argparse
@@ -26,6 +29,7 @@ import transformers as hf
 from engines import MODELS, OURS, Step, anchors, lora, make_batch, minilm, with_method
 from peers import PEERS
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -122,24 +126,52 @@ def prepare(setting: str, engines: list[str]) -> tuple[dict[str, dict], dict[str
     return rows, steps
 
 
+Calls = dict[
+    tuple, list[float]
+]  # operation and shapes of its operands -> microseconds of each call, its parts excluded
+
+
+def timed(step: Step) -> tuple[float, Calls]:
+    """One step: its CPU seconds, and the times of the calls in it. What no operation took stands under "step"."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as watch:
+        start = time.process_time()
+        with record_function("step"):
+            step()
+        seconds = time.process_time() - start
+    calls: Calls = {}
+    for event in watch.events():
+        calls.setdefault((event.name, str(event.input_shapes)), []).append(event.self_cpu_time_total)
+    return seconds, calls
+
+
+def step_time(rounds: list[Calls]) -> float:
+    """Seconds of a step on an undisturbed machine, from some that may have been disturbed."""
+    kinds = {kind for calls in rounds for kind in calls}
+    times = {kind: sorted(took for calls in rounds for took in calls.get(kind, [])) for kind in kinds}
+    return sum(len(took) * took[len(took) // 10] for took in times.values()) / len(rounds) / 1e6
+
+
 def measure(setting: str, engines: list[str], rounds: int, runs: int) -> list[dict]:
     """One row per engine; all speeds are relative to plain training in the same run, and the worst run counts."""
     rows, steps = prepare(setting, engines)
     speeds: dict[str, list[float]] = {engine: [] for engine in steps}
+    whole = dict.fromkeys(steps, float("inf"))
     for run in range(runs):
-        seconds = dict.fromkeys(steps, float("inf"))
+        seen: dict[str, list[Calls]] = {engine: [] for engine in steps}
         for turn in range(rounds):
             print(f"  run {run + 1} of {runs}, round {turn + 1} of {rounds}", flush=True)
             for engine, step in steps.items():
                 gc.collect()
-                start = time.process_time()
-                step()
-                seconds[engine] = min(seconds[engine], time.process_time() - start)
+                seconds, calls = timed(step)
+                whole[engine] = min(whole[engine], seconds)
+                seen[engine].append(calls)
+        took = {engine: step_time(calls) for engine, calls in seen.items()}
         for engine in steps:
-            rows[engine]["seconds"] = min(seconds[engine], rows[engine].get("seconds", float("inf")))
-            speeds[engine].append(seconds["plain"] / seconds[engine])
+            rows[engine]["seconds"] = min(took[engine], rows[engine].get("seconds", float("inf")))
+            speeds[engine].append(took["plain"] / took[engine])
     for engine, row in rows.items():
         row["speed"], row["speeds"] = min(speeds[engine]), speeds[engine]
+        row["whole_steps"] = whole["plain"] / whole[engine]
         row["memory"] = row["bytes"] / rows["plain"]["bytes"]
         row["operations"] = row["flops"] / rows["plain"]["flops"]
     return list(rows.values())
@@ -173,9 +205,10 @@ def gep_memory() -> list[dict]:
 
 
 def table(rows: list[dict]) -> str:
-    lines = ["| setting | engine | speed | memory | operations |", "|---|---|---|---|---|"]
+    lines = ["| setting | engine | speed | whole steps | memory | operations |", "|---|---|---|---|---|---|"]
     lines += [
-        f"| {r['setting']} | {r['engine']} | {r['speed']:.2f} | {r['memory']:.2f} | {r['operations']:.2f} |"
+        f"| {r['setting']} | {r['engine']} | {r['speed']:.2f} | {r['whole_steps']:.2f} | {r['memory']:.2f}"
+        f" | {r['operations']:.2f} |"
         for r in rows
     ]
     return "\n".join(lines)
@@ -238,7 +271,7 @@ def main() -> None:
     began, memory = time.perf_counter(), ""
     settings = GRID if args.all else args.settings
     for number, setting in enumerate(settings, 1):
-        known = {r["engine"] for r in rows if r["setting"] == setting and "speeds" in r}
+        known = {r["engine"] for r in rows if r["setting"] == setting and "whole_steps" in r}
         missing = [engine for engine in args.engines if engine not in known and engine != "plain"]
         minutes = (time.perf_counter() - began) / 60
         if not missing:
