@@ -10,13 +10,13 @@ All engines of a setting run in one process, in turn, on one thread. Other load 
 and comes and goes in seconds, so a step is taken apart: calls of one operation on operands of the same shapes (and the
 Python code between all of them) count with their tenth percentile over the rounds of a run, and a step's time is the
 sum. A speed is the ratio of such times, the worst of the runs. "Whole steps" is the ratio of the fastest whole steps
-in CPU seconds: the same thing with the machine's noise in it. Memory is the peak of live tensor bytes, weights
+in CPU seconds: the same thing with more of the machine's noise in it. Memory is the peak of live tensor bytes, weights
 included; operations are counted by torch. Both are the same in every run. Results go to
-recipes/results/<output>.{md,json,png}; settings and engines that are there already are not measured again, unless
---fresh is given.
+recipes/results/<output>.{md,json,png}; what is there already is not measured again, unless --fresh is given.
 """
 
 import argparse
+import ctypes
 import gc
 import json
 import time
@@ -189,16 +189,18 @@ def gep_memory() -> list[dict]:
             step = with_method(model, batch, method)
             for _ in range(batch_size // 8):
                 step()
-        found.append(
-            {
-                "anchors": num_anchors,
-                "batch": batch_size,
-                "k": k,
-                "basis_bytes": method.basis_bytes,
-                "peak_bytes": live.peak,
-            }
-        )
+        sizes = {"anchors": num_anchors, "batch": batch_size, "k": k}
+        found.append(sizes | {"basis_bytes": method.basis_bytes, "peak_bytes": live.peak})
     return found
+
+
+def keep_memory() -> None:
+    """Let glibc keep what is freed. Else every step asks the kernel for its memory anew, at a price that only the host
+    of a virtual machine knows; plain training, which makes all its gradients anew, would pay most of it."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:
+        mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap too
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: and the heap never shrinks
 
 
 # ---- results
@@ -264,6 +266,7 @@ def main() -> None:
     parser.add_argument("--output", default="benchmark", help="name of the files in recipes/results/")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    keep_memory()
     hf.logging.set_verbosity_error()
     RESULTS.mkdir(exist_ok=True)
     record = RESULTS / f"{args.output}.json"

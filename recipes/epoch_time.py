@@ -37,8 +37,8 @@ class Stopwatch(TrainerCallback):
         self.seconds = time.perf_counter() - self.start
 
 
-def epoch(method: str, argv: list[str]) -> tuple[float, int]:
-    """Seconds of one run, and (expected) records in it; `stock` is the plain Trainer."""
+def epoch(method: str, argv: list[str]) -> tuple[float, int, int]:
+    """Seconds of one run, (expected) records in it, and records in all; `stock` is the plain Trainer."""
     with tempfile.TemporaryDirectory() as folder:
         fixed = ["--num_train_epochs", "1", "--output_dir", folder, "--save_strategy", "no", "--disable_tqdm", "true"]
         asked = ["--method", "np" if method == "stock" else method]
@@ -56,7 +56,7 @@ def epoch(method: str, argv: list[str]) -> tuple[float, int]:
         trainer.train()
         batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
         batch = batch if method == "stock" else dp_config.expected_batch_size
-        return watch.seconds, trainer.state.global_step * batch
+        return watch.seconds, trainer.state.global_step * batch, len(train_set)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -68,15 +68,19 @@ def main(argv: list[str] | None = None) -> None:
     times: dict[str, list[float]] = {}
     for _ in range(own.repeats):
         for method in ("stock", *own.methods):
-            seconds, records = epoch(method, rest)
+            seconds, records, size = epoch(method, rest)
             times.setdefault(method, []).append(1000 * seconds / records)
             print(f"{method}: {seconds:.1f} s, {records:,} records")
     best = {method: min(values) for method, values in times.items()}
     lines = [
         "# Wall time of training: DPTrainer against Trainer", "",
         f"Best of {own.repeats}. Speed: records per second, as a multiple of the stock Trainer's.", "",
-        f"`{' '.join(rest)}`", "", "| trainer | seconds per 1000 records | speed |", "| --- | --- | --- |",
-        *(f"| {method} | {seconds:.3f} | {best['stock'] / seconds:.2f} |" for method, seconds in best.items()),
+        f"`{' '.join(rest)}`", "",
+        f"| trainer | seconds per 1000 records | minutes per epoch of {size:,} | speed |", "| --- | --- | --- | --- |",
+        *(
+            f"| {method} | {seconds:.3f} | {seconds * size / 60_000:.1f} | {best['stock'] / seconds:.2f} |"
+            for method, seconds in best.items()
+        ),
     ]  # fmt: skip
     own.results.parent.mkdir(parents=True, exist_ok=True)
     own.results.with_suffix(".json").write_text(
