@@ -33,7 +33,7 @@ style: $(VENV)/.ruff  ## lint and format, repairing
 
 bench: $(VENV)/.all  ## speed and memory in the headline settings, worst of three runs, in less than fifteen minutes
 	$(BIN)/python recipes/benchmark.py --fresh
-	OMP_NUM_THREADS=1 $(BIN)/python recipes/scaling.py
+	OMP_NUM_THREADS=1 $(BIN)/python recipes/scaling.py --steps 3
 
 bench-all: $(VENV)/.all  ## speed and memory over the whole grid, in hours; goes on where it was stopped
 	$(BIN)/python recipes/benchmark.py --all --runs 1 --rounds 3 --output benchmark_all
