@@ -31,7 +31,7 @@ style: $(VENV)/.ruff  ## lint and format, repairing
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
-bench: $(VENV)/.all  ## speed and memory in the headline settings, worst of three runs, in less than fifteen minutes
+bench: $(VENV)/.all  ## speed and memory in the headline settings, worst of three runs, in about fifteen minutes
 	$(BIN)/python recipes/benchmark.py --fresh
 	OMP_NUM_THREADS=1 $(BIN)/python recipes/scaling.py --steps 3
 

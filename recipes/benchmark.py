@@ -9,9 +9,10 @@ One step = forward and backward pass, for private engines with clipping and summ
 All engines of a setting run in one process, in turn, on one thread. Other load on a machine only ever adds to a time,
 and comes and goes in seconds, so a step is taken apart: calls of one operation on operands of the same shapes (and the
 Python code between all of them) count with their tenth percentile over the rounds of a run, and a step's time is the
-sum. A speed is the ratio of such times, the worst of the runs. "Whole steps" is the ratio of the fastest whole steps
-in CPU seconds: the same thing with more of the machine's noise in it. Memory is the peak of live tensor bytes, weights
-included; operations are counted by torch. Both are the same in every run. Results go to
+sum. A speed is the ratio of such times, the worst of the runs. That hides a cost which only some like calls have, as
+operands that have left the cache. "Whole steps" is the ratio of the fastest whole steps of all runs in CPU seconds,
+with the machine's noise in it. A profiler runs along with both, which costs engines of many small calls more. Memory
+is the peak of live tensor bytes, weights included; operations are counted by torch. Results go to
 recipes/results/<output>.{md,json,png}; what is there already is not measured again, unless --fresh is given.
 """
 
@@ -126,9 +127,8 @@ def prepare(setting: str, engines: list[str]) -> tuple[dict[str, dict], dict[str
     return rows, steps
 
 
-Calls = dict[
-    tuple, list[float]
-]  # operation and shapes of its operands -> microseconds of each call, its parts excluded
+# Operation and shapes of its operands -> microseconds of each call, without the operations inside it.
+Calls = dict[tuple[str, str], list[float]]
 
 
 def timed(step: Step) -> tuple[float, Calls]:
@@ -195,8 +195,8 @@ def gep_memory() -> list[dict]:
 
 
 def keep_memory() -> None:
-    """Let glibc keep what is freed. Else every step asks the kernel for its memory anew, at a price that only the host
-    of a virtual machine knows; plain training, which makes all its gradients anew, would pay most of it."""
+    """Let glibc keep what is freed. Else every step, plain or private, asks the kernel for its memory anew, at a price
+    that changes with the load of a virtual machine's host."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
         mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap too

@@ -1,6 +1,6 @@
 """Pretrain a small GPT-2 from scratch on text that is not private, for where no hub can be reached.
 
-    python recipes/pretrain_tiny.py --output_dir outputs/gpt2_tiny          # a few minutes on two cores
+    python recipes/pretrain_tiny.py --output_dir outputs/gpt2_tiny          # ten minutes on one core
     python recipes/e2e.py --config recipes/configs/e2e_tiny.yaml --model_name_or_path outputs/gpt2_tiny --method rgp
 
 The text is Python's own documentation and sentences from templates (recipes/public_text.py): no download, no personal

@@ -12,6 +12,7 @@ from pathlib import Path
 import evaluate
 import numpy as np
 import pytest
+import torch
 import yaml
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
@@ -21,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "recipes"
 sys.path.insert(0, str(RECIPES))  # as `python recipes/glue.py` does
 
+import benchmark  # noqa: E402
 import data  # noqa: E402
 import e2e  # noqa: E402
 import epoch_time  # noqa: E402
@@ -349,6 +351,25 @@ def test_texts_are_scored_against_all_their_references():
     assert second["rouge_l"] == pytest.approx(100)  # the best reference counts, not the first
     wrong = nlg.compute(predictions=["nothing of it", "nor here"], references=references)
     assert all(wrong[name] < exact[name] / 10 for name in ("bleu", "rouge_l", "nist", "cider"))
+
+
+# ---- the benchmark
+
+
+def test_a_benchmark_counts_like_calls_with_their_fastest_tenth():
+    """Ten calls of a round and one of another kind; the second round was disturbed."""
+    quiet = {("mm", "[8, 8]"): [2e6] * 10, ("step", "[]"): [1e6]}
+    disturbed = {kind: [5 * took for took in times] for kind, times in quiet.items()}
+    assert benchmark.step_time([quiet]) == benchmark.step_time([quiet, disturbed]) == 21
+    assert benchmark.step_time([disturbed]) == 105
+
+
+def test_a_benchmark_sees_every_call_and_what_lies_between():
+    weight = torch.randn(30, 30)
+    _, calls = benchmark.timed(lambda: weight @ weight @ weight[:, :5])
+    products = {shapes: len(times) for (name, shapes), times in calls.items() if name == "aten::mm"}
+    assert products == {"[[30, 30], [30, 30]]": 1, "[[30, 30], [30, 5]]": 1}
+    assert len(calls["step", "[]"]) == 1
 
 
 # ---- the sweep
