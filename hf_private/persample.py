@@ -109,10 +109,14 @@ class PerSample(ABC):
         return Dense(self.dense() + other.dense())
 
 
-def weighted_sum(value: PerSample, c: Tensor, into: Tensor | None = None) -> Tensor:
-    """`value.weighted_sum(c)`, where a weight of 0 removes the record for good: its rows may hold NaN or infinity."""
-    keep = c != 0
-    return (value if keep.all() else value.masked(keep)).weighted_sum(c, into)
+def weighted_sum(value: PerSample, c: Tensor, into: Tensor | None = None, removes: bool | None = None) -> Tensor:
+    """`value.weighted_sum(c)`, where a weight of 0 removes the record for good: its rows may hold NaN or infinity.
+
+    `removes` says whether there is such a weight, if the caller has looked already.
+    """
+    if removes is None:
+        removes = not c.all()
+    return (value.masked(c != 0) if removes else value).weighted_sum(c, into)
 
 
 class Dense(PerSample):

@@ -137,7 +137,8 @@ def test_a_step_that_is_not_paid_for_computes_and_releases_nothing():
     assert not calls and all(p.grad is None for p in model.parameters())
 
 
-def test_a_nan_record_does_not_reach_the_release():
+@pytest.mark.parametrize("mode", ["flat", "per-layer"])
+def test_a_nan_record_does_not_reach_the_release(mode):
     model, loss = cases.build("bert", torch.float32)
     model.eval()
     batch = cases.make_batch(model, 3)
@@ -145,9 +146,9 @@ def test_a_nan_record_does_not_reach_the_release():
     def poisoned(model, batch):
         return loss(model, batch) * torch.tensor([1.0, float("nan"), 1.0])
 
-    make(model, poisoned).step([batch])
+    make(model, poisoned, clipping=Clipping(mode, 0.1)).step([batch])
     got = gradients(model)
-    make(model, loss).step([{k: x[[0, 2]] for k, x in batch.items()}])
+    make(model, loss, clipping=Clipping(mode, 0.1)).step([{k: x[[0, 2]] for k, x in batch.items()}])
     for name, g in gradients(model).items():
         torch.testing.assert_close(g, got[name], rtol=1e-5, atol=1e-7)
 

@@ -102,13 +102,15 @@ def sites(model: nn.Module) -> Iterator[Site]:
             if table.weight.requires_grad:
                 yield Site(path, module, {"relative_attention_bias.weight": table.weight}, "relative bias")
         inside = {}
-        for name, child in module.named_children():
+        for name, child in module._modules.items():  # `named_children` and its like cost more than the look itself
             if isinstance(child, CONTAINERS):  # never called: their owner uses them
                 taken.add(child)
                 inside |= {f"{name}.{key}": p for key, p in child.named_parameters() if p.requires_grad}
         if inside:
             yield Site(path, module, inside, "each record")
-        own = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+        own = {name: p for name, p in module._parameters.items() if p is not None and p.requires_grad}
+        if not own:
+            continue
         if isinstance(module, FUNCTIONAL):
             small = {}
         elif all(p.dim() < 2 for p in own.values()):

@@ -70,7 +70,8 @@ class Tap:
 
     def parameter(self, local: str) -> Tensor:
         owner, _, leaf = local.rpartition(".")
-        return self.module.get_submodule(owner)._parameters[leaf]
+        module = self.module.get_submodule(owner) if owner else self.module
+        return module._parameters[leaf]
 
     def detached(self, tensor: Tensor | None) -> Tensor | None:
         """`tensor` outside the graph: a parameter of this module, or one that is frozen."""

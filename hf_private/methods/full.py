@@ -90,7 +90,13 @@ class Method:
         as large as a vocabulary is not free.
         """
         factors = clipping.factors(sq_norms(records), self.blocks)
-        return Lazily({block: partial(weighted_sum, value, factors[block]) for block, value in records.items()}, onto)
+        distinct = {id(c): c for c in factors.values()}  # one for all blocks, unless layers are clipped by themselves
+        removes = {key: not c.all() for key, c in distinct.items()}
+
+        def maker(block: str, value: PerSample) -> Callable[..., Tensor]:
+            return partial(weighted_sum, value, factors[block], removes=removes[id(factors[block])])
+
+        return Lazily({block: maker(block, value) for block, value in records.items()}, onto)
 
     def stds(self, noise_multiplier: float, clip_norm: float) -> dict[str, float]:
         """Standard deviation of the noise on each block."""
