@@ -161,6 +161,8 @@ class Sweep:
         content = {"rows": rows, "learning_rates": chosen, "tuning": trials, "cells": cells}
         self.results.with_suffix(".json").write_text(json.dumps(content, indent=2) + "\n")
         texts = samples([self.runs / cell.name for cell in table if cell.result and cell.seed == table[0].seed])
+        beside = Path(self.plan.get("beside", ""))  # results of another script that belong to this table
+        texts += f"\n{beside.read_text().replace('# ', '## ', 1)}" if beside.is_file() else ""
         self.results.with_suffix(".md").write_text(markdown(self.plan, rows, trials, len(table)) + texts)
         if rows:
             plot(self.plan, rows, self.results.with_suffix(".png"))

@@ -216,7 +216,8 @@ def test_every_config_is_understood_for_every_method(path, tmp_path):
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
 def test_every_sweep_names_files_and_settings_that_exist(path):
     table = sweep.Sweep(str(path))
-    assert (RECIPES / table.plan["recipe"]).is_file() and (ROOT / table.plan["config"]).is_file()
+    for file in (f"recipes/{table.plan['recipe']}", table.plan["config"], table.plan.get("beside", "README.md")):
+        assert (ROOT / file).is_file()
     tuned = table.tuning()
     cells = [*tuned, *table.table(tuned)]
     assert len({cell.name for cell in cells}) == len(cells)
@@ -439,12 +440,16 @@ def test_a_sweep_goes_on_where_it_stopped(table):
     assert not (table / "runs/np_seed1/checkpoint-5").exists()
 
 
-def test_a_sweep_shows_what_models_wrote(table):
+def test_a_sweep_shows_what_models_wrote_and_what_belongs_beside_it(table):
     said = {"mr": "name[The Fox]", "reference": "It is a fox.", "generated": "The Fox is a pub."}
     write = f"(folder / 'generated.jsonl').write_text({json.dumps(said)!r} + chr(10))"
     (table / "recipe.py").write_text(RECIPE + write)
+    (table / "times.md").write_text("# Wall time\n\nan hour\n")  # what another script found out
+    with open(table / "sweep.yaml", "a") as plan:
+        plan.write(f"\nbeside: {table / 'times.md'}\n")
     sweep.main(["--config", str(table / "sweep.yaml")])
     _, _, shown = (table / "out.md").read_text().partition("## Samples")
+    assert shown.endswith("\n\n## Wall time\n\nan hour\n")
     assert shown.count("The Fox is a pub.") == 5
     assert "`name[The Fox]`\n\n- a reference: It is a fox.\n- np_seed1:" in shown
 
