@@ -51,6 +51,9 @@ class RecipeOptions:
         default=False, metadata={"help": "Run the method without clipping and noise. NOT PRIVATE; for comparison."}
     )
     rank: int = field(default=8, metadata={"help": "Rank of LoRA and PowerSGD. (Carriers have their own, `r`.)"})
+    modules_to_save: list[str] | None = field(
+        default=None, metadata={"help": "Modules that LoRA trains whole beside adapters. (Carriers have their own.)"}
+    )
     data_dir: str | None = field(
         default=None, metadata={"help": "Folder with local files. Default: $HF_PRIVATE_DATA, then the Hub."}
     )

@@ -42,7 +42,8 @@ def with_method(model: PreTrainedModel, options: RecipeOptions, **lora: Any) -> 
         return model
     set_seed(0)  # the adapters' start, on every rank the same
     settings = {"r": options.rank, "lora_alpha": 2 * options.rank, "target_modules": "all-linear", **lora}
-    return get_peft_model(model, LoraConfig(**settings))
+    whole = [*settings.pop("modules_to_save", []), *(options.modules_to_save or [])]
+    return get_peft_model(model, LoraConfig(**settings, modules_to_save=whole or None))
 
 
 def train(trainer: RecipeTrainer, options: RecipeOptions) -> dict[str, float]:

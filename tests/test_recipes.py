@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from hf_private import DPConfig, verify
@@ -134,6 +135,17 @@ def test_e2e_trains_and_generates(method, files, tmp_path):
     check(tmp_path, method, {"eval_perplexity", "eval_bleu", "eval_rouge_l", "eval_nist", "eval_cider"})
     texts = [json.loads(line) for line in (tmp_path / "generated.jsonl").read_text().splitlines()]
     assert [text["mr"] for text in texts] == ["name[The Fox 0], food[fish]", "name[The Fox 1], food[fish]"]
+
+
+def test_lora_can_train_embeddings_beside_its_adapters(files, tmp_path):
+    e2e.main([*arguments("e2e", "lora", files, tmp_path), "--modules_to_save", "wte", "lm_head"])
+    check(tmp_path, "lora", {"eval_perplexity"})
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert {name.split(".")[-2] for name in saved if "lora" not in name} == {"wte", "lm_head"}
+    before = load_file(files / "gpt2/model.safetensors")["transformer.wte.weight"]
+    for name in ("wte", "lm_head"):
+        after = next(tensor for key, tensor in saved.items() if f"{name}." in key)
+        assert after.shape == before.shape and not torch.equal(after, before)
 
 
 @pytest.mark.parametrize("method", ["bk", "rgp", "gep"])
