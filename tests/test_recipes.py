@@ -383,6 +383,15 @@ def test_a_benchmark_sees_every_call_and_what_lies_between():
     products = {shapes: len(times) for (name, shapes), times in calls.items() if name == "aten::mm"}
     assert products == {"[[30, 30], [30, 30]]": 1, "[[30, 30], [30, 5]]": 1}
     assert len(calls["step", "[]"]) == 1
+    seconds, calls = benchmark.timed(lambda: weight @ weight, apart=False)
+    assert benchmark.step_time([calls]) == pytest.approx(seconds)
+
+
+def test_a_benchmark_shows_what_could_not_be_counted():
+    ratios = {"speed": 0.5, "whole_steps": 0.5, "memory": None, "operations": None}
+    assert "| bert-8x128 | opake | 0.50 | 0.50 | not counted | not counted |" in benchmark.table(
+        [{"setting": "bert-8x128", "engine": "opake", **ratios}]
+    )
 
 
 # ---- the sweep
