@@ -35,8 +35,14 @@ MUTANTS = (
     Mutant(
         "no clipping at all",
         "methods/full.py",
-        (("partial(weighted_sum, value, factors[block])", "partial(weighted_sum, value, factors[block] * 0 + 1)"),),
+        (("partial(weighted_sum, value, factors[block], ", "partial(weighted_sum, value, factors[block] * 0 + 1, "),),
         "tests/test_mechanism.py::test_without_noise_the_step_is_the_papers_formula[t5]",
+    ),
+    Mutant(
+        "a record whose gradient is not finite is weighted with 0 instead of removed",
+        "methods/full.py",
+        (("{key: not c.all() for", "{key: False for"),),
+        "tests/test_mechanism.py::test_a_nan_record_does_not_reach_the_release[per-layer]",
     ),
     Mutant(
         "tied weight without its cross term",
