@@ -390,3 +390,21 @@ def test_a_parameter_list_beside_covered_layers_is_refused_by_name():
     with pytest.raises(UncoveredError, match=r"Remedy"), BookKeeper(model) as book:
         book.backward(model(torch.randn(3, 4, 9).double()))
     assert_exact(model, lambda m, b: m(b["x"]), {"x": torch.randn(1, 4, 9).double()})
+
+
+def test_a_parameter_with_two_names_in_one_module_is_exact():
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = self.shift = torch.nn.Parameter(torch.randn(4, dtype=torch.float64))
+
+        def forward(self, x):
+            return (x * self.scale) ** 2 + self.shift
+
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 4).double(), Twice()), torch.randn(3, 5, 4, dtype=torch.float64)
+    with BookKeeper(model) as book:
+        book.backward(model(x).sum((1, 2)))
+        norms = book.norms()
+    for record, norm in zip(x, norms, strict=True):
+        gradients = torch.autograd.grad(model(record.unsqueeze(0)).sum(), list(model.parameters()))
+        torch.testing.assert_close(norm, torch.cat([g.flatten() for g in gradients]).norm())
