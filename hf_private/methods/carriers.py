@@ -107,7 +107,7 @@ class LowRank:
             g = self._left(value) if side == "L" else self._right(value)
             if self.kept:
                 # Selecting from ds or a instead would save these products' dropped part, but copy much more.
-                g = g.index_select(2, self.kept[side])
+                g = _columns(g, self.kept[side])
             yield side, Dense(g)
 
     def _left(self, value: PerSample) -> Tensor:
@@ -161,6 +161,11 @@ def _outer(thin: Tensor, big: Tensor) -> Tensor:
     return torch.bmm(thin.to(big.dtype), big)
 
 
+def _columns(x: Tensor, index: Tensor) -> Tensor:
+    """Those features of `x` (N, k, size). As a matrix: torch takes four to nine times as long along a third axis."""
+    return x.flatten(0, 1).index_select(1, index).unflatten(0, x.shape[:2])
+
+
 class Submatrix:
     """Sparse DP-SGD: no carriers, but the gradient's kept rows and columns only; it is one block, "S"."""
 
@@ -170,10 +175,10 @@ class Submatrix:
     def project(self, value: PerSample) -> Iterator[tuple[str, PerSample]]:
         """The kept part of each record's gradient."""
         if isinstance(value, Outer):
-            part = Outer(value.left.index_select(2, self.rows), value.right.index_select(2, self.columns))
+            part = Outer(_columns(value.left, self.rows), _columns(value.right, self.columns))
             yield "S", Dense(part.dense()) if part.instantiating_is_smaller() else part
         else:
-            yield "S", Dense(value.dense().flatten(2).index_select(1, self.rows).index_select(2, self.columns))
+            yield "S", Dense(_columns(value.dense().flatten(2).index_select(1, self.rows), self.columns))
 
     def reconstruct(self, parts: Mapping[str, Tensor]) -> Tensor:
         """The weight's gradient (rows, columns), zero where it was not kept."""

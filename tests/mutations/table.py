@@ -493,8 +493,8 @@ MUTANTS = (
         "methods/carriers.py",
         (
             (
-                "g = g.index_select(2, self.kept[side])",
-                "g = g.index_select(2, g.abs().sum((0, 1)).topk(len(self.kept[side])).indices)",
+                "g = _columns(g, self.kept[side])",
+                "g = _columns(g, g.abs().sum((0, 1)).topk(len(self.kept[side])).indices)",
             ),
         ),
         "tests/test_carriers.py::test_norms_and_clipped_sums_equal_the_oracles",
