@@ -77,8 +77,8 @@ def main(argv: list[str] | None = None) -> None:
         "# Wall time of training: DPTrainer against Trainer", "",
         f"Best of {own.repeats}, {torch.get_num_threads()} threads, {records:,} records; an epoch's minutes at that",
         "rate. Speed: records per second, as a multiple of the stock Trainer's. Its batches are random and padded to",
-        "their longest record; DPTrainer sorts a logical batch by length before it is cut into micro-batches, and most",
-        "of the difference is that.", "",
+        "their longest record; DPTrainer sorts a logical batch by length before it is cut into micro-batches, and",
+        "most of the difference is that.", "",
         f"`{' '.join(rest)}`", "",
         f"| trainer | seconds per 1000 records | minutes per epoch of {size:,} | speed |", "| --- | --- | --- | --- |",
         *(
