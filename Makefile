@@ -45,7 +45,7 @@ bench-peers: $(VENV)/.peers/.done  ## the headline settings for Opacus and Opake
 			--engines $$engine --runs 1 --output benchmark_peers || exit 1; \
 	done
 
-growth: $(VENV)/.all  ## how cost grows with length, batch, width, depth, accumulation and dataset size
+growth: $(VENV)/.all  ## how cost grows with length, batch, width, depth, rank, accumulation and dataset size
 	$(BIN)/python recipes/growth.py
 
 mutants: $(VENV)/.all  ## put real privacy bugs into the code and count how many the tests catch

@@ -1,4 +1,4 @@
-"""How the cost of a private step grows: with length, batch, width, depth, accumulation, and the size of the dataset.
+"""How the cost of a private step grows: with length, batch, width, depth, rank, accumulation and dataset size.
 
     python recipes/growth.py                   # make growth
     python recipes/growth.py --axes length width --rounds 5
@@ -6,8 +6,8 @@
 A small BERT is changed along one axis at a time, and plain training, BK and RGP (r=8) run in turn in one process on
 one thread. An exponent e says that cost grows like x^e, fitted to all points (least squares on logarithms) and between
 the last two: fixed costs flatten the beginning. Memory is the peak of live tensor bytes beyond the weights; operations
-are counted by torch. Accumulation runs whole logical steps, with noise; the dataset is sampled only. Ranks are in
-scaling.py. Writes recipes/results/growth.{md,json,png}.
+are counted by torch. Rank is that of the carriers; accumulation runs whole logical steps, with noise; the dataset is
+sampled only. More processes are in scaling.py. Writes recipes/results/growth.{md,json,png}.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import transformers as hf
 from benchmark import counted
-from engines import OURS, bert, make_batch
+from engines import OURS, bert, make_batch, private
 from torch import nn
 
 from hf_private.clipping import Clipping
@@ -34,12 +34,13 @@ from hf_private.sampling import PoissonSampler
 from hf_private.targets import CarrierConfig, resolve_method
 
 RESULTS = Path(__file__).parent / "results" / "growth"
-BASE = {"length": 64, "batch": 8, "width": 256, "depth": 2}
+BASE = {"length": 64, "batch": 8, "width": 256, "depth": 2, "rank": 8}
 AXES: dict[str, tuple[int, ...]] = {
     "length": (32, 64, 128, 256, 512),
     "batch": (2, 4, 8, 16, 32),
     "width": (128, 256, 512, 1024),
     "depth": (1, 2, 4, 8),
+    "rank": (4, 8, 16, 32, 64),
     "accumulation": (1, 2, 4, 8),
     "records": (10**4, 10**5, 10**6, 10**7, 10**8),
 }
@@ -48,6 +49,7 @@ EXPECTED = {
     "batch": "1",
     "width": "2; 1 for memory beside the weights, where no gradients are held",
     "depth": "1",
+    "rank": "well below 1: thin products beside the model's own",
     "accumulation": "1; memory 0",
     "records": "0: the gaps between drawn records are drawn, not the records",
 }
@@ -73,9 +75,11 @@ def batch_of(model: nn.Module, size: int, length: int) -> dict[str, torch.Tensor
 def micro_steps(axis: str, x: int) -> Iterator[tuple[str, nn.Module, Callable[[], None]]]:
     """One micro-batch by engine."""
     size = BASE | {axis: x}
-    for engine in ENGINES:
+    for engine in ("rgp",) if axis == "rank" else ENGINES:
         model = build(size["width"], size["depth"])
-        yield engine, model, OURS[engine](model, batch_of(model, size["batch"], size["length"]))
+        batch = batch_of(model, size["batch"], size["length"])
+        carriers = CarrierConfig(r=size["rank"])
+        yield engine, model, private(model, batch, carriers) if engine == "rgp" else OURS[engine](model, batch)
 
 
 def logical_steps(_: str, x: int) -> Iterator[tuple[str, nn.Module, Callable[[], None]]]:
@@ -106,11 +110,11 @@ def logical_steps(_: str, x: int) -> Iterator[tuple[str, nn.Module, Callable[[],
             charge=lambda event: None,
         )
 
-        def private(mechanism: Mechanism = mechanism, batches: list = batches, model: nn.Module = model) -> None:
+        def logical(mechanism: Mechanism = mechanism, batches: list = batches, model: nn.Module = model) -> None:
             mechanism.step(batches)
             model.zero_grad()
 
-        yield engine, model, private
+        yield engine, model, logical
 
 
 def measure(axis: str, rounds: int) -> list[dict[str, Any]]:
