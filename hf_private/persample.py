@@ -187,7 +187,11 @@ class Outer(PerSample):
         return into
 
     def dense(self) -> Tensor:
-        product = torch.bmm(widen(self.left).transpose(1, 2), widen(self.right))
+        left, right = widen(self.left), widen(self.right)
+        if right.shape[2] < min(left.shape[2], 16):  # few columns (LoRA's B): several times as slow as few rows
+            product = torch.bmm(right.transpose(1, 2), left).transpose(1, 2).contiguous()
+        else:
+            product = torch.bmm(left.transpose(1, 2), right)
         return product.view(len(product), *self.shape)
 
     def masked(self, keep: Tensor) -> "Outer":

@@ -47,6 +47,16 @@ def test_norms_and_sums_are_those_of_the_formed_gradients(kind, records, positio
     torch.testing.assert_close(total, before + expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize(("rows", "columns", "kernel"), [(20, 3, 1), (3, 20, 1), (20, 18, 1), (9, 8, 4), (20, 12, 2)])
+def test_gradients_are_formed_record_by_record(rows, columns, kernel):
+    left, right = torch.randn(4, 5, rows).double(), torch.randn(4, 5, columns).double()
+    shape = torch.Size((rows, columns // kernel, kernel) if kernel > 1 else (rows, columns))
+    formed = Outer(left, right, shape).dense()
+    expected = torch.stack([sum(torch.outer(left[n, t], right[n, t]) for t in range(5)) for n in range(4)])
+    torch.testing.assert_close(formed, expected.view(4, *shape))
+    assert formed.is_contiguous()  # norms and sums view it as a matrix
+
+
 @settings(max_examples=80, deadline=None)
 @given(KINDS, KINDS, SIZES, SIZES, SIZES, st.integers(0, 9))
 def test_several_uses_of_one_parameter_add_before_the_norm(first, second, records, positions, others, seed):
