@@ -268,7 +268,7 @@ def main() -> None:
         "--settings", nargs="+", default=list(HEADLINE), help="<model>-<records>x<tokens>, e.g. bert-8x128"
     )
     parser.add_argument("--engines", nargs="+", default=list(OURS), choices=list(ENGINES))
-    parser.add_argument("--rounds", type=int, default=2, help="rounds of a run, over which the minimum is taken")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of a run")
     parser.add_argument("--runs", type=int, default=3, help="runs, of which the worst counts")
     parser.add_argument("--all", action="store_true", help="the whole grid of models and sizes")
     parser.add_argument("--fresh", action="store_true", help="forget what was measured before")
