@@ -16,8 +16,8 @@ class PrivacyCallback(TrainerCallback):
     """Puts `epsilon` into every log entry, hence into the progress bar and all reporters, and ends training when no
     further step fits the budget. `DPTrainer` adds one by itself.
 
-    While training runs, `epsilon` is a quick upper bound (RDP); the entry at the end has the accountant's value, as
-    `trainer.privacy_spent()`. On its own it reads the ledger of any run:
+    While training runs, `epsilon` is a quick upper bound (RDP, or the target where that is less); the entry at the end
+    has the accountant's value, as `trainer.privacy_spent()`. On its own it reads the ledger of any run:
 
     >>> PrivacyCallback("runs/not_started_yet", target_delta=1e-5).epsilon()
     0.0

@@ -283,7 +283,7 @@ class Spending:
         return max(accounting.epsilon_of(self.events, self.target_delta, voice) for voice in voices)
 
     def quick_epsilon(self) -> float:
-        """A cheap upper bound on what all charged steps cost, for logs."""
+        """A cheap upper bound on what all charged steps cost, for logs; a run's target is one, as `plan` has seen."""
         if self.reproducible:
             return math.inf
         k, events = self.records_per_unit, self.events
@@ -292,7 +292,8 @@ class Spending:
                 replace(e, sample_rate=min(1.0, k * e.sample_rate), releases=tuple(s / k for s in e.releases))
                 for e in events
             ]
-        return accounting.quick_epsilon(events, self.target_delta)
+        bound = accounting.quick_epsilon(events, self.target_delta)
+        return bound if self.steps_left is None else min(bound, self.target_epsilon)
 
     def record(self) -> dict[str, Any]:
         """The ledger's facts for a card: its events, its hash chain's head, and every run's settings."""

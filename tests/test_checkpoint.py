@@ -104,6 +104,20 @@ def test_epsilon_never_falls(tmp_path: Path) -> None:
     assert seen == sorted(set(seen))
 
 
+def test_a_running_estimate_stays_within_the_target(tmp_path: Path) -> None:
+    """RDP's bound on the whole run is above what it was calibrated to, by PLD: no reason to alarm anyone."""
+    spent, seen = spending(tmp_path, target_epsilon=4.0, accountant="pld"), []
+    with spent.open():
+        noise = spent.plan(RATE, 20, lambda s: (s,), None)
+        spent.begin({})
+        for _ in range(20):
+            spent.charge(Event(RATE, (noise,)))
+            seen.append(spent.quick_epsilon())
+    assert seen == sorted(seen) and seen[0] < seen[-1] == 4.0
+    assert 3.9 < spent.epsilon() <= 4.0
+    assert spending(tmp_path, target_epsilon=1.0).quick_epsilon() > 4.0  # no run, no promise
+
+
 def test_people_with_several_records(tmp_path: Path) -> None:
     run(spending(tmp_path), 2)
     one, three = spending(tmp_path), spending(tmp_path, records_per_unit=3)
