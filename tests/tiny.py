@@ -13,12 +13,14 @@ from transformers import (
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
+    TrainerCallback,
     TrainingArguments,
     ViTConfig,
     ViTForImageClassification,
 )
 
 from hf_private.config import DPConfig
+from hf_private.ledger import PrivacyLedger
 from hf_private.trainer import DPTrainer
 
 RECORDS = 40
@@ -149,3 +151,37 @@ PARTS = (
 def weights(model: torch.nn.Module) -> torch.Tensor:
     """All parameters in one vector."""
     return torch.cat([p.detach().double().flatten() for p in model.parameters()])
+
+
+# ---- of a run
+
+KEY = bytes(range(32))
+SGD = {"optim": "sgd", "learning_rate": 0.5}
+
+
+def ledger(folder: Path) -> PrivacyLedger:
+    return PrivacyLedger.read(folder / "_dp" / "ledger.jsonl")
+
+
+def steps(folder: Path) -> int:
+    return sum(event.steps for event in ledger(folder).events)
+
+
+def trained(folder: Path, **settings: Any) -> torch.Tensor:
+    made = trainer(folder, key=KEY, **settings)
+    made.train()
+    return weights(made.model)
+
+
+def files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+class Stop(TrainerCallback):
+    """Ends training after some step, as an interruption would."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step

@@ -132,14 +132,14 @@ MUTANTS = (
         "a parameter that is unfrozen in a run is left out, silently",
         "guards.py",
         (("if odd := [name for", "if False and [name for"),),
-        "tests/test_trainer.py::test_what_is_trained_stays_so_in_a_run[unfrozen]",
+        "tests/test_trainer_guards.py::test_what_is_trained_stays_so_in_a_run[unfrozen]",
     ),
     # ---- records that meet
     Mutant(
         "a collator may split a record into rows, each clipped by itself, or pack several into one",
         "sampling.py",
         (("if shape and shape[0] != len(records):", "if False:"),),
-        "tests/test_trainer.py::test_a_row_must_be_a_record[0-splitting]",
+        "tests/test_trainer_guards.py::test_a_row_must_be_a_record[0-splitting]",
     ),
     Mutant(
         "loss averaged over the padded length, which the longest neighbour decides",
@@ -157,7 +157,7 @@ MUTANTS = (
         "left padding is let in",
         "losses.py",
         (("if bool((real[..., 1:] & ~real[..., :-1]).any()):", "if False:"),),
-        "tests/test_losses.py::test_batches_that_are_refused",
+        "tests/test_losses_refusals.py::test_batches_that_are_refused",
     ),
     Mutant(
         "batch statistics are let in (BatchNorm)",
@@ -267,7 +267,7 @@ MUTANTS = (
         "a loop that starts again in the middle repeats noise and draws",
         "trainer.py",
         (("        if self._mechanism is not None:\n            raise", "        if False:\n            raise"),),
-        "tests/test_trainer.py::test_a_run_that_begins_anew_within_train_would_repeat_its_noise",
+        "tests/test_trainer_guards.py::test_a_run_that_begins_anew_within_train_would_repeat_its_noise",
     ),
     # ---- sampling
     Mutant(
@@ -443,7 +443,7 @@ MUTANTS = (
             ("        self.spending.aim(config", "        str((config"),
             ("config.records_per_unit)\n        check_ranks", "config.records_per_unit))\n        check_ranks"),
         ),
-        "tests/test_trainer.py::test_a_budget_that_is_raised_later_is_the_one_enforced",
+        "tests/test_trainer_guards.py::test_a_budget_that_is_raised_later_is_the_one_enforced",
     ),
     Mutant(
         "a line that a crash left unfinished is not charged",
@@ -507,13 +507,13 @@ MUTANTS = (
             ("log_nonprivate=config.log_nonprivate,", "log_nonprivate=True,"),
             ("logs.pop(name, None)", "None"),
         ),
-        "tests/test_trainer.py::test_no_training_loss_is_written_unless_asked_for",
+        "tests/test_trainer_spending.py::test_no_training_loss_is_written_unless_asked_for",
     ),
     Mutant(
         "the training set is evaluated on, and its loss logged",
         "guards.py",
         (("if dataset is not None and same:", "if False:"),),
-        "tests/test_trainer.py::test_the_training_set_is_not_evaluated_on",
+        "tests/test_trainer_guards.py::test_the_training_set_is_not_evaluated_on",
     ),
     Mutant(
         "the card shows the last run's noise, and not the weaker one before it",
@@ -525,7 +525,7 @@ MUTANTS = (
         "generator states are saved with checkpoints",
         "trainer.py",
         (("    def _save_rng_state(", "    def _unused_save_rng_state("),),
-        "tests/test_trainer.py::test_no_key_and_no_generator_state_is_saved",
+        "tests/test_trainer_spending.py::test_no_key_and_no_generator_state_is_saved",
     ),
     Mutant(
         "the ledger is published",

@@ -1,0 +1,186 @@
+"""What DPTrainer refuses, before and while it trains."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import tiny
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback
+
+from hf_private.config import DPConfig
+from hf_private.trainer import DPTrainer
+
+# ---- guards
+
+
+def test_an_optimizer_of_another_copy_is_refused(tmp_path: Path) -> None:
+    model, copy = tiny.bert(), tiny.bert()
+    optimizer = torch.optim.SGD(copy.parameters(), lr=0.1)
+    made = tiny.trainer(tmp_path, model, optimizers=(optimizer, None))
+    with pytest.raises(ValueError, match="`optimizers` must hold every trainable parameter.*`bert.embeddings"):
+        made.train()
+    both = torch.optim.SGD([*model.parameters(), *copy.parameters()], lr=0.1)
+    with pytest.raises(ValueError, match="`optimizers` must hold parameters of the model only"):
+        tiny.trainer(tmp_path / "both", model, optimizers=(both, None)).train()
+    assert not tiny.files(tmp_path / "_dp") or tiny.steps(tmp_path) == 0, "nothing was spent"
+
+
+@pytest.mark.parametrize(("value", "named"), [(None, "none"), (0.0, "zero"), (math.nan, "not finite")])
+def test_a_parameter_without_a_gradient_is_an_error(tmp_path: Path, value: float | None, named: str) -> None:
+    made = tiny.trainer(tmp_path)
+    attach = made._attach
+
+    def broken(*args: Any) -> None:
+        attach(*args)
+        step, parameter = made._mechanism.step, made.model.classifier.bias
+
+        def wrong(batches: Any) -> None:
+            step(batches)
+            parameter.grad = None if value is None else torch.full_like(parameter, value)
+
+        made._mechanism.step = wrong
+
+    made._attach = broken
+    with pytest.raises(RuntimeError, match=f"`classifier.bias` must have a finite, non-zero gradient.*{named}"):
+        made.train()
+
+
+@pytest.mark.parametrize("change", ["frozen", "unfrozen", "replaced"])
+def test_what_is_trained_stays_so_in_a_run(tmp_path: Path, change: str) -> None:
+    """As a callback for gradual unfreezing would have it: the engine knows only what it was attached to."""
+
+    class Change(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+            if state.global_step == 2 and change == "replaced":
+                model.classifier = nn.Linear(8, 2)
+            elif state.global_step == 2:
+                model.classifier.requires_grad_(change == "unfrozen")
+
+    made = tiny.trainer(tmp_path, callbacks=[Change()])
+    made.model.classifier.requires_grad_(change != "unfrozen")
+    with pytest.raises(RuntimeError, match=f"`classifier.weight` must stay as it was.*got {change} \\(2 such"):
+        made.train()
+    assert tiny.steps(tmp_path) == 2
+
+
+class Packing(tiny.Padding):
+    """Two records in a row."""
+
+    def __call__(self, records: list[dict]) -> dict[str, Tensor]:
+        pairs = [records[i : i + 2] for i in range(0, len(records), 2)]
+        joined = [{**pair[0], "input_ids": sum((r["input_ids"][:4] for r in pair), [])} for pair in pairs]
+        return super().__call__(joined)
+
+
+class Splitting(tiny.Padding):
+    """Several rows for a long record, each of which would be clipped by itself."""
+
+    def __call__(self, records: list[dict]) -> dict[str, Tensor]:
+        parts = [{**r, "input_ids": r["input_ids"][i : i + 3]} for r in records for i in range(0, 9, 3)]
+        return super().__call__([part for part in parts if part["input_ids"]])
+
+
+@pytest.mark.parametrize("collator", [Packing(), Splitting()], ids=["packing", "splitting"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_row_must_be_a_record(tmp_path: Path, collator: Any, workers: int) -> None:
+    made = tiny.trainer(tmp_path, data_collator=collator, dataloader_num_workers=workers)
+    with pytest.raises(ValueError, match="`data_collator` must return one row for each record, got"):
+        made.train()
+
+
+def test_what_is_set_later_is_checked_too(tmp_path: Path) -> None:
+    for name, value in (("auto_find_batch_size", True), ("gradient_accumulation_steps", 2), ("max_grad_norm", 0.3)):
+        made = tiny.trainer(tmp_path)
+        setattr(made.args, name, value)
+        with pytest.raises(ValueError, match=f"`{name}` = "):
+            made.train()
+    made = tiny.trainer(tmp_path)
+    made.dp_config.clip_norm = -1.0
+    with pytest.raises(ValueError, match="`clip_norm` must be > 0, got -1"):
+        made.train()
+    made = tiny.trainer(tmp_path)
+    made.data_collator.tokenizer = type("Left", (), {"padding_side": "left"})
+    with pytest.raises(ValueError, match="`padding_side`"):
+        made.train()
+    assert not (tmp_path / "_dp").exists(), "nothing was spent"
+
+
+def test_a_budget_that_is_raised_later_is_the_one_enforced(tmp_path: Path) -> None:
+    made = tiny.trainer(tmp_path, dp={"noise_multiplier": None, "target_epsilon": 3.0})
+    made.train()
+    made.dp_config.target_epsilon = 6.0
+    made.train()
+    assert 5.5 < made.privacy_spent().epsilon <= 6.0
+    assert [run["target_epsilon"] for run in made.spending.runs] == [3.0, 6.0]
+
+
+def test_a_run_that_begins_anew_within_train_would_repeat_its_noise(tmp_path: Path) -> None:
+    """As `auto_find_batch_size` does after an error: the loop runs again, under the keys of the first time."""
+    made = tiny.trainer(tmp_path, max_steps=2)
+    loop = made._inner_training_loop
+    made._inner_training_loop = lambda *args, **kwargs: (loop(*args, **kwargs), loop(*args, **kwargs))[1]
+    with pytest.raises(RuntimeError, match="its noise and its draws would repeat"):
+        made.train()
+    assert tiny.steps(tmp_path) == 2
+
+
+def test_the_training_set_is_not_evaluated_on(tmp_path: Path) -> None:
+    records, other = tiny.text(), tiny.text()[:8]
+    for evaluation in (records, {"dev": other, "train": records}):
+        with pytest.raises(ValueError, match="`eval_dataset` must not be the training set"):
+            tiny.trainer(tmp_path, None, records, eval_dataset=evaluation)
+    made = tiny.trainer(tmp_path, None, records, eval_dataset=other)
+    with pytest.raises(ValueError, match="`eval_dataset` must not be the training set"):
+        made.evaluate(records)
+    loaded = datasets.Dataset.from_list(records)
+    with pytest.raises(ValueError, match="`eval_dataset` must not be the training set"):
+        tiny.trainer(tmp_path, None, loaded, eval_dataset=copy.copy(loaded))
+    assert "eval_loss" in made.evaluate()
+    made.eval_dataset = records
+    with pytest.raises(ValueError, match="`eval_dataset` must not be the training set"):
+        made.evaluate()
+    open_ = tiny.trainer(tmp_path, None, records, eval_dataset=records, dp={"log_nonprivate": True})
+    assert "eval_loss" in open_.evaluate()
+
+
+def test_refusals_come_before_the_hub_repo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trainer, "init_hf_repo", lambda *_: pytest.fail("the repo was created"))
+    for settings, named in (
+        ({"hub_strategy": "checkpoint"}, "`hub_strategy`"),
+        ({"max_grad_norm": 0.3}, "`max_grad_norm`"),
+        ({"dp": {"expected_batch_size": 41}}, "`expected_batch_size` must be at most the number of records"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            tiny.trainer(tmp_path, push_to_hub=True, **settings)
+
+
+def test_a_subclass_with_its_own_loss_is_refused(tmp_path: Path) -> None:
+    class Mine(DPTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    with pytest.raises(ValueError, match="`compute_loss` cannot be combined.*per_sample_loss"):
+        Mine(
+            tiny.bert(), tiny.arguments(tmp_path), dp_config=DPConfig(noise_multiplier=1.0), train_dataset=tiny.text()
+        )
+
+
+def test_a_missing_config_and_a_search_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="`dp_config` must be a DPConfig, got None"):
+        DPTrainer(tiny.bert(), tiny.arguments(tmp_path))
+    with pytest.raises(NotImplementedError, match="`hyperparameter_search`"):
+        tiny.trainer(tmp_path).hyperparameter_search()
+
+
+def test_a_delta_that_promises_nothing_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # The logger's own level, for the command line, run in this process by other tests, raises the root's.
+    with caplog.at_level("WARNING", logger="hf_private.guards"):
+        tiny.trainer(tmp_path, dp={"target_delta": 1 / tiny.RECORDS})
+        assert "`target_delta` = 0.025 is not below 1 / 40" in caplog.text
+        caplog.clear()
+        tiny.trainer(tmp_path)
+        assert "target_delta" not in caplog.text
