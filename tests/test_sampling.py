@@ -107,9 +107,9 @@ def test_a_small_rate_of_a_large_set_is_met():
 def test_a_draw_takes_milliseconds_whatever_n():
     sampler, best = PoissonSampler(10**8, 1000), float("inf")
     for counter in range(10):
-        start = time.perf_counter()
+        start = time.process_time()
         sampler.draw(counter)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
     assert best < 0.02
 
 
@@ -226,9 +226,9 @@ def test_split_takes_everybody_once_and_keeps_the_bounds(lengths, max_rows, max_
 
 
 def test_split_is_quick():
-    start = time.perf_counter()
+    start = time.process_time()
     split(list(range(200_000)), max_rows=1)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 def as_is(features):
