@@ -100,6 +100,7 @@ class Spending:
         self.folder, self.writes = Path(folder), writes
         self.aim(target_epsilon, target_delta, accountant, records_per_unit)
         self.steps_left: int | None = None
+        self._bound = math.inf  # what all steps of the run that is open were found to cost at most
         self._ledger: PrivacyLedger | None = None
         self._resumes = self._unchecked = False
         self._permitted: Event | None = None
@@ -120,6 +121,7 @@ class Spending:
         if checkpoint is not None and self.writes:
             _check_checkpoint(Path(checkpoint), self.folder / LEDGER)
         self._resumes, self.steps_left, self._permitted = checkpoint is not None, None, None
+        self._bound = math.inf
         if not self.writes:
             yield
             return
@@ -130,6 +132,7 @@ class Spending:
                 yield
             finally:
                 self._ledger = self._permitted = self.steps_left = None
+                self._bound = math.inf
 
     @property
     def ledger(self) -> PrivacyLedger | None:
@@ -190,8 +193,10 @@ class Spending:
                     )
         self._permitted = Event(sample_rate, releases(noise_multiplier))
         self.steps_left = None if self.target_epsilon is None else steps
-        if self.writes and self.steps_left and not self.fits(replace(self._permitted, steps=steps)):
-            raise BudgetExceeded(f"{steps} steps with noise multiplier {noise_multiplier} do not fit the budget.")
+        if self.writes and self.steps_left:
+            if not self.fits(replace(self._permitted, steps=steps)):
+                raise BudgetExceeded(f"{steps} steps with noise multiplier {noise_multiplier} do not fit the budget.")
+            self._bound = self.target_epsilon
         return noise_multiplier
 
     def _calibrate(self, sample_rate: float, steps: int) -> float:
@@ -292,8 +297,7 @@ class Spending:
                 replace(e, sample_rate=min(1.0, k * e.sample_rate), releases=tuple(s / k for s in e.releases))
                 for e in events
             ]
-        bound = accounting.quick_epsilon(events, self.target_delta)
-        return bound if self.steps_left is None else min(bound, self.target_epsilon)
+        return min(accounting.quick_epsilon(events, self.target_delta), self._bound)
 
     def record(self) -> dict[str, Any]:
         """The ledger's facts for a card: its events, its hash chain's head, and every run's settings."""

@@ -115,7 +115,11 @@ def test_a_running_estimate_stays_within_the_target(tmp_path: Path) -> None:
             seen.append(spent.quick_epsilon())
     assert seen == sorted(seen) and seen[0] < seen[-1] == 4.0
     assert 3.9 < spent.epsilon() <= 4.0
-    assert spending(tmp_path, target_epsilon=1.0).quick_epsilon() > 4.0  # no run, no promise
+    lower = spending(tmp_path, target_epsilon=1.0)
+    assert lower.quick_epsilon() > 4.0  # no run, no promise
+    with lower.open():
+        lower.plan(RATE, 0, lambda s: (s,), noise)  # nor by a run without steps, which nothing was found about
+        assert lower.quick_epsilon() > 4.0
 
 
 def test_people_with_several_records(tmp_path: Path) -> None:
