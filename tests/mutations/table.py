@@ -446,6 +446,12 @@ MUTANTS = (
         "tests/test_trainer_guards.py::test_a_budget_that_is_raised_later_is_the_one_enforced",
     ),
     Mutant(
+        "the target is logged as epsilon, whatever was spent before",
+        "checkpoint.py",
+        (("self._bound = math.inf\n        if not", "self._bound = self.target_epsilon\n        if not"),),
+        "tests/test_checkpoint.py::test_a_running_estimate_stays_within_the_target",
+    ),
+    Mutant(
         "a line that a crash left unfinished is not charged",
         "ledger.py",
         (("if self.unfinished and self._chain.event is not None:", "if False:"),),
