@@ -35,8 +35,8 @@ bench: $(VENV)/.all  ## speed and memory in the headline settings, worst of thre
 	$(BIN)/python recipes/benchmark.py --fresh
 	OMP_NUM_THREADS=1 $(BIN)/python recipes/scaling.py --steps 3
 
-bench-all: $(VENV)/.all  ## speed and memory over the whole grid, in hours; goes on where it was stopped
-	$(BIN)/python recipes/benchmark.py --all --runs 1 --rounds 3 --output benchmark_all
+bench-all: $(VENV)/.all  ## speed and memory of other models and lengths, in an hour; goes on where it was stopped
+	$(BIN)/python recipes/benchmark.py --all --runs 1 --output benchmark_all
 
 bench-peers: $(VENV)/.peers/.done  ## the headline settings for Opacus and Opake, in an environment of their own
 	rm -f recipes/results/benchmark_peers.json
