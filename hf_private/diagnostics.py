@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from .bookkeeping import trainable
-from .methods.carriers import Carriers, LowRank
+from .methods.carriers import Carriers
 from .methods.full import Full, Method
+from .methods.lowrank import LowRank
 from .targets import CarrierConfig, carriers_of
 
 

@@ -490,13 +490,13 @@ MUTANTS = (
     ),
     Mutant(
         "left carrier is not orthonormal",
-        "methods/carriers.py",
+        "methods/lowrank.py",
         (("left = orthonormal(_or_else(product, left))", "left = _or_else(product, left)"),),
-        "tests/test_carriers.py::test_carriers_are_orthonormal_whatever_the_matrix",
+        "tests/test_lowrank.py::test_carriers_are_orthonormal_whatever_the_matrix",
     ),
     Mutant(
         "LSG's mask from private gradients",
-        "methods/carriers.py",
+        "methods/lowrank.py",
         (
             (
                 "g = _columns(g, self.kept[side])",
