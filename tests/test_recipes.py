@@ -9,10 +9,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import data
+import e2e
+import epoch_time
 import evaluate
+import glue
 import numpy as np
+import options
+import pretrain_tiny
+import public_text
 import pytest
+import sweep
 import torch
+import vision
 import yaml
 from safetensors.torch import load_file
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
@@ -21,19 +30,6 @@ from hf_private import DPConfig, verify
 
 ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "recipes"
-sys.path.insert(0, str(RECIPES))  # as `python recipes/glue.py` does
-
-import benchmark  # noqa: E402
-import data  # noqa: E402
-import e2e  # noqa: E402
-import epoch_time  # noqa: E402
-import glue  # noqa: E402
-import options  # noqa: E402
-import pretrain_tiny  # noqa: E402
-import public_text  # noqa: E402
-import sweep  # noqa: E402
-import vision  # noqa: E402
-
 WORDS = "a the film story plot is was not very good bad dull bright and of".split()
 BASE = [
     "--max_steps", "2", "--expected_batch_size", "16", "--per_device_train_batch_size", "8", "--report_to", "none",
@@ -364,140 +360,6 @@ def test_texts_are_scored_against_all_their_references():
     assert second["rouge_l"] == pytest.approx(100)  # the best reference counts, not the first
     wrong = nlg.compute(predictions=["nothing of it", "nor here"], references=references)
     assert all(wrong[name] < exact[name] / 10 for name in ("bleu", "rouge_l", "nist", "cider"))
-
-
-# ---- the benchmark
-
-
-def test_a_benchmark_counts_like_calls_with_their_fastest_tenth():
-    """Ten calls of a round and one of another kind; the second round was disturbed."""
-    quiet = {("mm", "[8, 8]"): [2e6] * 10, ("step", "[]"): [1e6]}
-    disturbed = {kind: [5 * took for took in times] for kind, times in quiet.items()}
-    assert benchmark.step_time([quiet]) == benchmark.step_time([quiet, disturbed]) == 21
-    assert benchmark.step_time([disturbed]) == 105
-
-
-def test_a_benchmark_sees_every_call_and_what_lies_between():
-    weight = torch.randn(30, 30)
-    _, calls = benchmark.timed(lambda: weight @ weight @ weight[:, :5])
-    products = {shapes: len(times) for (name, shapes), times in calls.items() if name == "aten::mm"}
-    assert products == {"[[30, 30], [30, 30]]": 1, "[[30, 30], [30, 5]]": 1}
-    assert len(calls["step", "[]"]) == 1
-    seconds, calls = benchmark.timed(lambda: weight @ weight, apart=False)
-    assert benchmark.step_time([calls]) == pytest.approx(seconds)
-
-
-def test_a_benchmark_shows_what_could_not_be_counted():
-    ratios = {"speed": 0.5, "whole_steps": 0.5, "memory": None, "operations": None}
-    assert "| bert-8x128 | opake | 0.50 | 0.50 | not counted | not counted |" in benchmark.table(
-        [{"setting": "bert-8x128", "engine": "opake", **ratios}]
-    )
-
-
-# ---- the sweep
-
-RECIPE = """
-import json, sys
-from pathlib import Path
-asked = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-folder, rate = Path(asked["--output_dir"]), float(asked["--learning_rate"])
-with open(folder.parent / "calls.txt", "a") as calls:
-    calls.write(folder.name + (":resumed" if "--resume_from_checkpoint" in asked else "") + "\\n")
-if (folder.parent / "broken").exists():
-    sys.exit(1)
-score = 1 - abs(rate - 0.2) + float(asked.get("--seed", 0)) / 100
-metrics = {"eval_accuracy": score}
-took = {"train_seconds": 60, "steps": 10, "resumed_at": 5 if "--resume_from_checkpoint" in asked else 0}
-(folder / "results.json").write_text(json.dumps({"learning_rate": rate, "metrics": metrics, **took}))
-"""
-
-
-@pytest.fixture
-def table(tmp_path) -> Path:
-    (tmp_path / "recipe.py").write_text(RECIPE)
-    plan = {
-        "title": "A table", "recipe": str(tmp_path / "recipe.py"), "config": "some.yaml", "metrics": ["eval_accuracy"],
-        "runs": str(tmp_path / "runs"), "results": str(tmp_path / "out"),
-        "tune": {"learning_rates": [0.1, 0.2, 0.3], "by_method": {"np": [0.4, 0.5]}, "settings": {"max_steps": 5}},
-        "table": [
-            {"methods": ["np"], "epsilons": [None], "seeds": [1]},
-            {"methods": ["bk", "rgp"], "epsilons": [8, 3], "seeds": [1, 2]},
-        ],
-    }  # fmt: skip
-    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(plan))
-    return tmp_path
-
-
-def calls(folder: Path) -> list[str]:
-    return (folder / "runs/calls.txt").read_text().split()
-
-
-def test_a_sweep_tunes_runs_and_writes_its_table(table, capsys):
-    assert sweep.main(["--config", str(table / "sweep.yaml")]) == 0
-    results = json.loads((table / "out.json").read_text())
-    assert results["learning_rates"] == {"np": 0.4, "bk": 0.2, "rgp": 0.2}
-    rows = {(row["method"], row["epsilon"]): row for row in results["rows"]}
-    assert rows["bk", 3]["eval_accuracy"] == pytest.approx((1.015, math.sqrt(0.00005)))
-    assert rows["np", None]["seeds"] == 1 and len(rows) == 5
-    assert "| bk | 8 | 1.0150 ± 0.0071 | 2 | 0.2 | 1.0 |" in (table / "out.md").read_text()
-    assert (table / "out.png").stat().st_size > 1000
-    assert len(calls(table)) == 8 + 9 and "bk_eps8_seed2" in capsys.readouterr().out
-
-
-def test_a_sweep_goes_on_where_it_stopped(table):
-    (table / "runs").mkdir()
-    assert sweep.main(["--config", str(table / "sweep.yaml"), "--dry_run"]) == 0
-    assert not (table / "runs/calls.txt").exists()
-    sweep.main(["--config", str(table / "sweep.yaml")])
-    before = calls(table)
-    (table / "runs/rgp_eps3_seed1/results.json").unlink()  # as if it had been interrupted
-    (table / "runs/bk_eps8_seed1/cell.json").write_text('{"learning_rate": 9}')  # as if its settings had changed
-    (table / "runs/np_seed1/results.json").unlink()
-    (table / "runs/np_seed1/checkpoint-5").mkdir()  # interrupted, but after a checkpoint
-    sweep.main(["--config", str(table / "sweep.yaml")])
-    assert sorted(calls(table)[len(before) :]) == ["bk_eps8_seed1", "np_seed1:resumed", "rgp_eps3_seed1"]
-    rows = {row["method"]: row for row in json.loads((table / "out.json").read_text())["rows"]}
-    assert rows["np"]["minutes"] == 2.0  # half of the steps took a minute
-    assert not (table / "runs/np_seed1/checkpoint-5").exists()
-
-
-def test_a_sweep_shows_what_models_wrote_and_what_belongs_beside_it(table):
-    said = {"mr": "name[The Fox]", "reference": "It is a fox.", "generated": "The Fox is a pub."}
-    write = f"(folder / 'generated.jsonl').write_text({json.dumps(said)!r} + chr(10))"
-    (table / "recipe.py").write_text(RECIPE + write)
-    (table / "times.md").write_text("# Wall time\n\nan hour\n")  # what another script found out
-    with open(table / "sweep.yaml", "a") as plan:
-        plan.write(f"\nbeside: {table / 'times.md'}\n")
-    sweep.main(["--config", str(table / "sweep.yaml")])
-    _, _, shown = (table / "out.md").read_text().partition("## Samples")
-    assert shown.endswith("\n\n## Wall time\n\nan hour\n")
-    assert shown.count("The Fox is a pub.") == 5
-    assert "`name[The Fox]`\n\n- a reference: It is a fox.\n- np_seed1:" in shown
-
-
-def test_two_sweeps_can_share_a_table(table, capsys):
-    """Each runs its own methods, none twice; what either has done is in the results."""
-    config = ["--config", str(table / "sweep.yaml")]
-    for methods in (["np", "rgp"], ["bk"]):
-        assert sweep.main([*config, "--methods", *methods]) == 0
-    results = json.loads((table / "out.json").read_text())
-    assert [len(results[part]) for part in ("rows", "tuning", "cells")] == [5, 8, 9]
-    assert len(calls(table)) == 8 + 9
-    with pytest.raises(SystemExit):
-        sweep.main([*config, "--methods", "rgb"])
-    assert "--methods must be of this table's (np, bk, rgp), got rgb" in capsys.readouterr().err
-
-
-def test_a_sweep_survives_failures_and_leaves_strange_folders_alone(table, capsys):
-    (table / "runs").mkdir()
-    (table / "runs/broken").touch()
-    assert sweep.main(["--config", str(table / "sweep.yaml")]) == 1
-    assert "FAILED" in capsys.readouterr().out
-    (table / "runs/broken").unlink()
-    assert sweep.main(["--config", str(table / "sweep.yaml")]) == 0
-    (table / "runs/np_seed1/cell.json").unlink()
-    with pytest.raises(FileExistsError, match="np_seed1"):
-        sweep.main(["--config", str(table / "sweep.yaml")])
 
 
 def test_recipes_stay_short():
