@@ -25,6 +25,7 @@ import evaluate
 from data import model_path, split_off
 from datasets import Dataset, DatasetInfo
 from options import RecipeOptions, parse
+from pooling import read_by_mean
 from public_text import public_sentences
 from training import RecipeTrainer, finish, train, with_method
 from transformers import (
@@ -72,6 +73,18 @@ class GlueOptions(RecipeOptions):
     )
     max_length: int = field(default=128, metadata={"help": "Longest record in tokens; 64 is faster."})
     dropout: float | None = field(default=None, metadata={"help": "Dropout of the model. Default: as it was made."})
+    pooling: str = field(
+        default="first",
+        metadata={
+            "help": "Token that the head reads: the first, or (BERT only) one that a new top layer makes the mean of"
+            " all. For sentence encoders such as MiniLM, which were trained for their mean.",
+            "choices": ["first", "mean"],
+        },
+    )
+    attn_implementation: str | None = field(
+        default=None,
+        metadata={"help": "Attention kernel, as from_pretrained takes it. On a CPU `eager` is fast on short inputs."},
+    )
 
 
 def load_model(options: GlueOptions, seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -83,7 +96,11 @@ def load_model(options: GlueOptions, seed: int) -> tuple[PreTrainedModel, PreTra
     if options.dropout is not None:
         config.hidden_dropout_prob = config.attention_probs_dropout_prob = options.dropout
     set_seed(seed)
-    model = AutoModelForSequenceClassification.from_pretrained(path, config=config)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        path, config=config, attn_implementation=options.attn_implementation
+    )
+    if options.pooling == "mean":
+        read_by_mean(model)
     if options.model_name_or_path == "minilm":
         model.config._name_or_path = "sentence-transformers/all-MiniLM-L6-v2"  # for the card, not a local path
     return with_method(model, options, task_type="SEQ_CLS"), tokenizer

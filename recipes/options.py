@@ -54,6 +54,13 @@ class RecipeOptions:
     modules_to_save: list[str] | None = field(
         default=None, metadata={"help": "Modules that LoRA trains whole beside adapters. (Carriers have their own.)"}
     )
+    frozen_modules: str | None = field(
+        default=None,
+        metadata={
+            "help": "Regular expression for whole names: what it matches stays as it is under every method. Carriers"
+            " need it too, as `exclude_modules`."
+        },
+    )
     data_dir: str | None = field(
         default=None, metadata={"help": "Folder with local files. Default: $HF_PRIVATE_DATA, then the Hub."}
     )

@@ -6,7 +6,8 @@
 
 First the learning rate: every method gets the same number of short runs on records held out of the training data, with
 the noise of the full run. Then the table, with each method's best. After every cell, <results>.json and <results>.md
-(mean and standard deviation over seeds) and <results>.png (score over epsilon) are written anew.
+(mean and standard deviation over seeds) and <results>.png (score over epsilon) are written anew. What <results>.json
+holds is done, on whatever machine it was run; empty the file to run it again.
 
 A cell that was interrupted goes on from its last checkpoint, if the file's `settings` have it save any; the steps that
 were lost are charged, so it ends with a little more noise. Without a checkpoint it begins anew, and its folder is
@@ -17,6 +18,7 @@ search too: add them up with `hf-private compose`.
 import argparse
 import itertools
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -26,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from table import markdown, plot, samples, summary
+from table import markdown, plot, samples, shown_samples, summary
 
 HERE = Path(__file__).parent
 
@@ -52,6 +54,12 @@ class Sweep:
         self.metrics: list[str] = self.plan["metrics"]  # the first one decides
         self.methods = list(dict.fromkeys(method for row in self.plan["table"] for method in row["methods"]))
         self.best = {"max": max, "min": min}[self.plan.get("choose", "max")]
+
+    def known(self) -> dict[str, dict[str, Any]]:
+        """Cells by name, as <results>.json has them: run here or on another machine."""
+        file = self.results.with_suffix(".json")
+        content = json.loads(file.read_text() or "{}") if file.is_file() else {}
+        return {cell["name"]: cell for part in ("tuning", "cells") for cell in content.get(part, [])}
 
     def tuning(self) -> list[Cell]:
         """Short runs, one for each method and learning rate."""
@@ -90,11 +98,13 @@ class Sweep:
 
     def load(self, cells: list[Cell]) -> list[Cell]:
         """Look up which cells are done; returns the others."""
+        known = self.known()
         for cell in cells:
-            file = self.runs / cell.name / "results.json"
-            same = self.runs / cell.name / "cell.json"
-            if file.is_file() and same.is_file() and json.loads(same.read_text()) == self.asked(cell):
-                cell.result = json.loads(file.read_text())
+            folder, asked = self.runs / cell.name, self.asked(cell)
+            if (folder / "results.json").is_file() and _read(folder / "cell.json") == asked:
+                cell.result = _read(folder / "results.json") | {"samples": samples(folder)}
+            elif known.get(cell.name, {}).get("asked") == asked:
+                cell.result = {key: value for key, value in known[cell.name].items() if key not in ("name", "asked")}
         return [cell for cell in cells if cell.result is None]
 
     def asked(self, cell: Cell) -> dict[str, Any]:
@@ -115,7 +125,7 @@ class Sweep:
         if folder.exists():
             if not (folder / "cell.json").is_file():
                 raise FileExistsError(f"{folder} is not of this sweep. Choose another `runs` folder.")
-            if json.loads((folder / "cell.json").read_text()) == asked and any(folder.glob("checkpoint-*")):
+            if _read(folder / "cell.json") == asked and any(folder.glob("checkpoint-*")):
                 return ["--resume_from_checkpoint", "True"]
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
@@ -151,21 +161,25 @@ class Sweep:
         self.load(table)
         rows = summary([cell for cell in table if cell.result], self.metrics)
         chosen = {method: cell.settings["learning_rate"] for method, cell in self.chosen(tuned).items()}
-        trials = [
-            {"method": c.method, "learning_rate": c.settings["learning_rate"], "score": self.score(c)}
-            for c in tuned
-            if c.result
-        ]
+        trials = [(c.method, c.settings["learning_rate"], self.score(c)) for c in tuned if c.result]
         self.results.parent.mkdir(parents=True, exist_ok=True)
-        cells = [{"name": c.name, "asked": self.asked(c), **c.result} for c in table if c.result]
-        content = {"rows": rows, "learning_rates": chosen, "tuning": trials, "cells": cells}
-        self.results.with_suffix(".json").write_text(json.dumps(content, indent=2) + "\n")
-        texts = samples([self.runs / cell.name for cell in table if cell.result and cell.seed == table[0].seed])
+        done = [
+            [{"name": c.name, "asked": self.asked(c), **c.result} for c in part if c.result] for part in (tuned, table)
+        ]
+        content = {"rows": rows, "learning_rates": chosen, "tuning": done[0], "cells": done[1]}
+        part = self.results.with_name(f".{self.results.name}.{os.getpid()}")  # a sweep beside this one may be reading
+        part.write_text(json.dumps(content, indent=2) + "\n")
+        part.replace(self.results.with_suffix(".json"))
+        texts = shown_samples([c for c in table if c.result and c.seed == table[0].seed])
         beside = Path(self.plan.get("beside", ""))  # results of another script that belong to this table
         texts += f"\n{beside.read_text().replace('# ', '## ', 1)}" if beside.is_file() else ""
         self.results.with_suffix(".md").write_text(markdown(self.plan, rows, trials, len(table)) + texts)
         if rows:
             plot(self.plan, rows, self.results.with_suffix(".png"))
+
+
+def _read(file: Path) -> Any:
+    return json.loads(file.read_text()) if file.is_file() else None
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -34,7 +34,7 @@ def shown(value: tuple[float, float]) -> str:
     return f"{mean:.4f} ± {deviation:.4f}" if deviation else f"{mean:.4f}"
 
 
-def markdown(plan: dict[str, Any], rows: list[dict], trials: list[dict], asked: int) -> str:
+def markdown(plan: dict[str, Any], rows: list[dict], trials: list[tuple[str, float, float]], asked: int) -> str:
     """The table, and the learning rates that were tried."""
     names = [metric.removeprefix("eval_").replace("_", " ") for metric in plan["metrics"]]
     lines = [
@@ -50,22 +50,27 @@ def markdown(plan: dict[str, Any], rows: list[dict], trials: list[dict], asked: 
         lines.append(f"| {row['method']} | {epsilon} | {scores} | {tail} |")
     if trials:
         lines += ["", f"Learning rates tried ({names[0]} on held-out training records):", ""]
-        for method, group in itertools.groupby(trials, key=lambda trial: trial["method"]):
-            tried = ", ".join(f"{trial['learning_rate']:g}: {trial['score']:.4f}" for trial in group)
+        for method, group in itertools.groupby(trials, key=lambda trial: trial[0]):
+            tried = ", ".join(f"{rate:g}: {score:.4f}" for _, rate, score in group)
             lines.append(f"- {method}: {tried}")
     return "\n".join(lines) + "\n"
 
 
-def samples(folders: list[Path], shown: int = 4) -> str:
-    """What the models wrote, where the recipe kept it (generated.jsonl): a few meanings, spread over all of them."""
-    files = [file for folder in folders if (file := folder / "generated.jsonl").is_file()]
-    texts = {file.parent.name: [json.loads(line) for line in file.read_text().splitlines()] for file in files}
+def samples(folder: Path, most: int = 4) -> list[dict[str, str]]:
+    """What a model wrote, where the recipe kept it (generated.jsonl): a few meanings, spread over all of them."""
+    file = folder / "generated.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    return rows[:: max(1, -(-len(rows) // most))]
+
+
+def shown_samples(cells: list) -> str:
+    """The samples of all cells, meaning by meaning."""
+    texts = {cell.name: cell.result["samples"] for cell in cells if cell.result.get("samples")}
     if not texts:
         return ""
-    first = next(iter(texts.values()))
     lines = ["", "## Samples"]
-    for number in range(0, len(first), -(-len(first) // shown)):
-        lines += ["", f"`{first[number]['mr']}`", "", f"- a reference: {first[number]['reference']}"]
+    for number, first in enumerate(next(iter(texts.values()))):
+        lines += ["", f"`{first['mr']}`", "", f"- a reference: {first['reference']}"]
         lines += [f"- {name}: {rows[number]['generated']}" for name, rows in texts.items() if number < len(rows)]
     return "\n".join(lines) + "\n"
 

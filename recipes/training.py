@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -34,14 +35,22 @@ class RecipeTrainer(DPTrainer):
 
 
 def with_method(model: PreTrainedModel, options: RecipeOptions, **lora: Any) -> PreTrainedModel:
-    """The model as the method trains it: with adapters for LoRA, as it is for all others.
+    """The model as the method trains it: what is to stay frozen, and with adapters for LoRA.
 
     `lora`: what LoraConfig needs to know of the model, its `task_type` or `modules_to_save`.
     """
+    frozen = options.frozen_modules
+    if frozen is not None:
+        matched = [p for name, p in model.named_parameters() if re.fullmatch(frozen, name)]
+        if not matched:
+            raise ValueError(f"`frozen_modules` must match names of parameters, got {frozen!r}, which matches none.")
+        for parameter in matched:
+            parameter.requires_grad_(False)
     if options.method != "lora":
         return model
     set_seed(0)  # the adapters' start, on every rank the same
     settings = {"r": options.rank, "lora_alpha": 2 * options.rank, "target_modules": "all-linear", **lora}
+    settings["exclude_modules"] = frozen
     whole = [*settings.pop("modules_to_save", []), *(options.modules_to_save or [])]
     return get_peft_model(model, LoraConfig(**settings, modules_to_save=whole or None))
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ metrics = {"eval_accuracy": score}
 took = {"train_seconds": 60, "steps": 10, "resumed_at": 5 if "--resume_from_checkpoint" in asked else 0}
 (folder / "results.json").write_text(json.dumps({"learning_rate": rate, "metrics": metrics, **took}))
 """
+SAID = {"mr": "name[The Fox]", "reference": "It is a fox.", "generated": "The Fox is a pub."}
+GENERATES = f"(folder / 'generated.jsonl').write_text({json.dumps(SAID)!r})"
 
 
 @pytest.fixture
@@ -64,6 +67,7 @@ def test_a_sweep_goes_on_where_it_stopped(table):
     before = calls(table)
     (table / "runs/rgp_eps3_seed1/results.json").unlink()  # as if it had been interrupted
     (table / "runs/bk_eps8_seed1/cell.json").write_text('{"learning_rate": 9}')  # as if its settings had changed
+    (table / "out.json").unlink()
     (table / "runs/np_seed1/results.json").unlink()
     (table / "runs/np_seed1/checkpoint-5").mkdir()  # interrupted, but after a checkpoint
     sweep.main(["--config", str(table / "sweep.yaml")])
@@ -73,10 +77,25 @@ def test_a_sweep_goes_on_where_it_stopped(table):
     assert not (table / "runs/np_seed1/checkpoint-5").exists()
 
 
+def test_a_sweep_goes_on_on_another_machine(table):
+    """Its results are enough: the folders of the runs need not be there. Only what was asked otherwise runs again."""
+    (table / "recipe.py").write_text(RECIPE + GENERATES)
+    config = ["--config", str(table / "sweep.yaml")]
+    sweep.main(config)
+    before = {ending: (table / f"out.{ending}").read_text() for ending in ("json", "md")}
+    shutil.rmtree(table / "runs")
+    sweep.main(config)
+    assert not (table / "runs").exists()
+    assert before == {ending: (table / f"out.{ending}").read_text() for ending in ("json", "md")}
+    plan = yaml.safe_load((table / "sweep.yaml").read_text())
+    plan["tune"]["by_method"]["np"] = [0.4, 0.6]
+    (table / "sweep.yaml").write_text(yaml.safe_dump(plan))
+    sweep.main(config)
+    assert calls(table) == ["tune_np_0.6"]
+
+
 def test_a_sweep_shows_what_models_wrote_and_what_belongs_beside_it(table):
-    said = {"mr": "name[The Fox]", "reference": "It is a fox.", "generated": "The Fox is a pub."}
-    write = f"(folder / 'generated.jsonl').write_text({json.dumps(said)!r} + chr(10))"
-    (table / "recipe.py").write_text(RECIPE + write)
+    (table / "recipe.py").write_text(RECIPE + GENERATES)
     (table / "times.md").write_text("# Wall time\n\nan hour\n")  # what another script found out
     with open(table / "sweep.yaml", "a") as plan:
         plan.write(f"\nbeside: {table / 'times.md'}\n")
@@ -108,5 +127,6 @@ def test_a_sweep_survives_failures_and_leaves_strange_folders_alone(table, capsy
     (table / "runs/broken").unlink()
     assert sweep.main(["--config", str(table / "sweep.yaml")]) == 0
     (table / "runs/np_seed1/cell.json").unlink()
+    (table / "out.json").unlink()
     with pytest.raises(FileExistsError, match="np_seed1"):
         sweep.main(["--config", str(table / "sweep.yaml")])
