@@ -20,6 +20,8 @@ import argparse
 import ctypes
 import gc
 import json
+import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -298,7 +300,8 @@ def main() -> None:
         print(table([r for r in rows if r["setting"] == setting]), flush=True)
         record.write_text(json.dumps(rows, indent=1))
         memory = memory or (gep_table(gep_memory()) if "lora-gep" in args.engines else "")
-        record.with_suffix(".md").write_text(f"{table(rows)}\n\n{memory}".rstrip() + "\n")
+        command = f"`{shlex.join(['python', *sys.argv])}`"
+        record.with_suffix(".md").write_text(f"{command}\n\n{table(rows)}\n\n{memory}".rstrip() + "\n")
         chart(rows, record.with_suffix(".png"))
     print(f"{(time.perf_counter() - began) / 60:.1f} minutes")
 

@@ -13,6 +13,8 @@ sampled only. More processes are in scaling.py. Writes recipes/results/growth.{m
 import argparse
 import gc
 import json
+import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -216,7 +218,7 @@ def main() -> None:
         print(f"{axis} ...", flush=True)
         rows += measure(axis, args.rounds)
         args.results.with_suffix(".json").write_text(json.dumps(rows, indent=1))
-        args.results.with_suffix(".md").write_text(table(rows))
+        args.results.with_suffix(".md").write_text(f"{table(rows)}\n`{shlex.join(['python', *sys.argv])}`\n")
     plot(rows, args.results.with_suffix(".png"))
     print(table(rows))
 

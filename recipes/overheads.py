@@ -12,6 +12,7 @@ import argparse
 import cProfile
 import json
 import pstats
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -105,14 +106,15 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", default=["bk", "rgp"])
     parser.add_argument("--results", type=Path, default=RESULTS)
-    own, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    given = sys.argv[1:] if argv is None else argv
+    own, rest = parser.parse_known_args(given)
     torch.set_num_threads(1)
     rows = {method: run(method, rest) for method in own.methods}
     own.results.parent.mkdir(parents=True, exist_ok=True)
     own.results.with_suffix(".json").write_text(
-        json.dumps({"seconds_per_step": rows, "settings": rest}, indent=2) + "\n"
+        json.dumps({"seconds_per_step": rows, "settings": given}, indent=2) + "\n"
     )
-    text = table(rows) + f"\n`{' '.join(rest)}`\n"
+    text = table(rows) + f"\n`python recipes/overheads.py {shlex.join(given)}`\n"
     own.results.with_suffix(".md").write_text(text)
     print(text)
 

@@ -10,7 +10,9 @@ slower or faster meanwhile does not change their ratio. Results go to recipes/re
 
 import argparse
 import json
+import shlex
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -138,7 +140,7 @@ def main() -> None:
         rows = json.loads(Path(folder, "rows.json").read_text())
     weights = sum(p.numel() for p in build(options).parameters())
     size = f"{weights:,} weights, {options.batch_size} records of {options.length} tokens in a step, 1 thread per rank"
-    text = f"{table(rows)}\n\n{size}, medians of {options.steps} steps.\n"
+    text = f"{table(rows)}\n\n{size}, medians of {options.steps} steps.\n\n`{shlex.join(['python', *sys.argv])}`\n"
     print(text)
     record = RESULTS / f"{options.output}.json"
     record.parent.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ search too: add them up with `hf-private compose`.
 """
 
 import argparse
+import hashlib
 import itertools
 import json
 import os
@@ -50,6 +51,8 @@ class Sweep:
 
     def __init__(self, path: str) -> None:
         self.plan = yaml.safe_load(Path(path).read_text())
+        self.plan["command"] = f"python recipes/sweep.py --config {path}"
+        self.base = yaml.safe_load(Path(self.plan["config"]).read_text())
         self.runs, self.results = Path(self.plan["runs"]), Path(self.plan["results"])
         self.metrics: list[str] = self.plan["metrics"]  # the first one decides
         self.methods = list(dict.fromkeys(method for row in self.plan["table"] for method in row["methods"]))
@@ -109,10 +112,14 @@ class Sweep:
 
     def asked(self, cell: Cell) -> dict[str, Any]:
         """All settings of a cell; a cell that was done with others counts as not done."""
-        return {"config": self.plan["config"], **self.plan.get("settings", {}), **cell.settings, "method": cell.method}
+        own = self.base.get("by_method", {}).get(cell.method)
+        content = json.dumps([self.base | {"by_method": None}, own], sort_keys=True)
+        file = {"config": self.plan["config"], "config_sha256": hashlib.sha256(content.encode()).hexdigest()[:16]}
+        return file | self.plan.get("settings", {}) | cell.settings | {"method": cell.method}
 
     def command(self, cell: Cell) -> list[str]:
         settings = self.asked(cell) | {"output_dir": str(self.runs / cell.name)}
+        del settings["config_sha256"]
         flags = [
             (f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value))
             for name, value in settings.items()

@@ -38,7 +38,7 @@ def markdown(plan: dict[str, Any], rows: list[dict], trials: list[tuple[str, flo
     """The table, and the learning rates that were tried."""
     names = [metric.removeprefix("eval_").replace("_", " ") for metric in plan["metrics"]]
     lines = [
-        f"# {plan['title']}", "", plan.get("note", "").strip(), "",
+        f"# {plan['title']}", "", plan.get("note", "").strip(), "", f"`{plan['command']}`", "",
         f"{sum(row['seeds'] for row in rows)} of {asked} runs are done. Mean ± standard deviation over seeds.", "",
         f"| method | epsilon | {' | '.join(names)} | seeds | learning rate | train minutes |",
         f"| --- | --- |{' --- |' * len(names)} --- | --- | --- |",

@@ -30,6 +30,7 @@ from hf_private import DPConfig, verify
 
 ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "recipes"
+CPU2 = RECIPES / "accelerate/cpu2.yaml"
 WORDS = "a the film story plot is was not very good bad dull bright and of".split()
 BASE = [
     "--max_steps", "2", "--expected_batch_size", "16", "--per_device_train_batch_size", "8", "--report_to", "none",
@@ -165,16 +166,16 @@ def test_vision_trains_a_wide_resnet_from_a_file(files, tmp_path):
 LAUNCHED = {"glue": "bk", "e2e": "rgp", "vision": "lsg"}
 
 
-def test_recipes_run_under_accelerate_launch(files, tmp_path):
+def test_recipes_run_under_accelerate_launch_on_two_ranks(files, tmp_path):
     lines = {recipe: arguments(recipe, method, files, tmp_path / recipe) for recipe, method in LAUNCHED.items()}
     (tmp_path / "all.py").write_text(  # one process for all three: most of the time goes into imports
         f"import runpy, sys\nsys.path.insert(0, {str(RECIPES)!r})\nfor name, line in {lines!r}.items():\n"
         f"    sys.argv = [name, *line]\n    runpy.run_path({str(RECIPES)!r} + f'/{{name}}.py', run_name='__main__')\n"
     )
     run = subprocess.run(
-        [sys.executable, *"-m accelerate.commands.launch --num_processes 1 --cpu".split(), str(tmp_path / "all.py")],
+        [sys.executable, *"-m accelerate.commands.launch --config_file".split(), str(CPU2), str(tmp_path / "all.py")],
         capture_output=True, text=True, timeout=600, check=False, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-2000:]
     for recipe, method in LAUNCHED.items():

@@ -31,14 +31,15 @@ GENERATES = f"(folder / 'generated.jsonl').write_text({json.dumps(SAID)!r})"
 def table(tmp_path) -> Path:
     (tmp_path / "recipe.py").write_text(RECIPE)
     plan = {
-        "title": "A table", "recipe": str(tmp_path / "recipe.py"), "config": "some.yaml", "metrics": ["eval_accuracy"],
-        "runs": str(tmp_path / "runs"), "results": str(tmp_path / "out"),
+        "title": "A table", "recipe": str(tmp_path / "recipe.py"), "config": str(tmp_path / "some.yaml"),
+        "metrics": ["eval_accuracy"], "runs": str(tmp_path / "runs"), "results": str(tmp_path / "out"),
         "tune": {"learning_rates": [0.1, 0.2, 0.3], "by_method": {"np": [0.4, 0.5]}, "settings": {"max_steps": 5}},
         "table": [
             {"methods": ["np"], "epsilons": [None], "seeds": [1]},
             {"methods": ["bk", "rgp"], "epsilons": [8, 3], "seeds": [1, 2]},
         ],
     }  # fmt: skip
+    (tmp_path / "some.yaml").write_text("rank: 8\nby_method: {np: {rank: 4}}\n")
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(plan))
     return tmp_path
 
@@ -92,6 +93,9 @@ def test_a_sweep_goes_on_on_another_machine(table):
     (table / "sweep.yaml").write_text(yaml.safe_dump(plan))
     sweep.main(config)
     assert calls(table) == ["tune_np_0.6"]
+    (table / "some.yaml").write_text("# Words do not count.\nrank: 8\nby_method: {np: {rank: 5}}\n")
+    sweep.main(config)
+    assert calls(table) == ["tune_np_0.6", "tune_np_0.4", "tune_np_0.6", "np_seed1"]
 
 
 def test_a_sweep_shows_what_models_wrote_and_what_belongs_beside_it(table):
