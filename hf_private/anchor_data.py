@@ -18,7 +18,8 @@ from transformers import Trainer
 
 from .bookkeeping import BookKeeper
 from .config import DPConfig
-from .losses import LABEL_NAMES, Head, PerSampleLoss, head_of
+from .heads import Head, head_of
+from .losses import LABEL_NAMES, PerSampleLoss
 from .methods.anchors import Anchors
 from .methods.full import Method
 from .persample import PerSample

@@ -15,7 +15,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from .losses import IGNORE_INDEX, Head, PerSampleLoss, base_model, head_of
+from .heads import IGNORE_INDEX, Head, base_model, head_of
+from .losses import PerSampleLoss
 
 HEADS = (Head.CLASSIFICATION, Head.CAUSAL_LM)
 TEXT, PAIR, LABEL = ("text", "sentence", "sentence1"), ("text_pair", "sentence2"), ("label", "labels")

@@ -49,6 +49,12 @@ class BookKeeper:
         self._parameters = trainable(self.model)
         if not self._parameters:
             raise UncoveredError("The model has no trainable parameter: set `requires_grad` on what is to be trained.")
+        for name, p in self._parameters.items():
+            if p._backward_hooks or p._post_accumulate_grad_hooks:  # wandb.watch, layer-wise optimizers
+                raise UncoveredError(
+                    f"`{name}` must not have a gradient hook, got one: it can see the gradient of a record. Remedy:"
+                    " remove it (unset WANDB_WATCH; no layer-wise optimizer)."
+                )
         self.sharded = any(isinstance(p, DTensor) for p in self.model.parameters())
         names = {id(p): name for name, p in self._parameters.items()}
         self._grads = {name: p.grad for name, p in self._parameters.items()}

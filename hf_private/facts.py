@@ -6,7 +6,7 @@ from typing import Any
 from transformers import EarlyStoppingCallback, Trainer
 
 from . import __version__
-from .losses import base_model
+from .heads import base_model
 
 LIBRARIES = ("torch", "transformers", "accelerate", "peft", "datasets", "dp-accounting", "prv-accountant")
 

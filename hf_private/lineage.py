@@ -2,7 +2,8 @@
 
 It is looked for where weights come from: this process, if another trainer has trained the model; the folder or the
 repository that the model was loaded from; and what the user names, for PEFT does not keep where an adapter was loaded
-from. A copy of a trained model in memory, or weights that were loaded by hand, cannot be recognised.
+from. A trained model's config says so (`MARK`), so that a folder that was moved, or a model that was saved without its
+record, is an error. A copy of a trained model in memory, or weights that were loaded by hand, cannot be recognised.
 """
 
 import json
@@ -20,14 +21,15 @@ from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
 from .accounting import Event
+from .heads import base_model
 from .ledger import LedgerError
-from .losses import base_model
 from .record import RECORD, not_private
 
 logger = logging.get_logger(__name__)
 
 # What a fresh LoRA layer has of zeros: the second factor, and the first one of an embedding's.
 ZERO_AT_FIRST = re.compile(r"\.lora_(?:B|embedding_A)\.(\w+)")
+MARK = "differential_privacy"  # in config.json: the file beside it that has the record
 STATE_IT = "or set `disjoint_data=True` if they never saw your records"
 
 _trained: "WeakKeyDictionary[nn.Module, dict[str, Any]]" = WeakKeyDictionary()
@@ -43,7 +45,14 @@ class Past(NamedTuple):
 def remember(model: nn.Module, record: dict[str, Any]) -> None:
     """Keep in mind, as long as the model lives, what its training has cost (`Spending.record`)."""
     events = [Event.from_dict(event) for event in record["ledger"]["events"]]
-    _trained[base_model(model)] = {**record, "private": not not_private(events, record["runs"])}
+    if events:  # a run that was refused has not changed the weights, and must be refused again
+        _trained[base_model(model)] = {**record, "private": not not_private(events, record["runs"])}
+
+
+def mark(model: nn.Module) -> None:
+    """Let the model's config say, wherever it is saved, that a record belongs to its weights."""
+    if (config := getattr(base_model(model), "config", None)) is not None:
+        setattr(config, MARK, RECORD)
 
 
 def past_of(model: nn.Module, continues: str | Path | None = None, known: bool = False) -> Past:
@@ -64,6 +73,13 @@ def past_of(model: nn.Module, continues: str | Path | None = None, known: bool =
             f" {STATE_IT}."
         )
     origin, unchecked = _origin(base, known)
+    marked = hasattr(getattr(base, "config", None), MARK)
+    if marked and not (known or named or origin or unchecked):
+        raise LedgerError(
+            f"The model's config says that its weights have a record, and there is no {RECORD} where it was loaded"
+            f" from ({base.config._name_or_path!r}). Name the folder or repository that has it with"
+            f" DPTrainer(continues=...), {STATE_IT}."
+        )
     counted = [source for record in named for source in record["ledger"].get("continues") or ()]
     if origin and any(source["head"] == origin["ledger"]["head"] for source in counted):
         return Past(named)  # the adapter's training has taken it over

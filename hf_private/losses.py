@@ -10,91 +10,17 @@ Not part of any loss here: load-balancing losses of mixture-of-experts models, w
 
 import inspect
 from collections.abc import Callable, Mapping
-from enum import StrEnum
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peft import PeftModel
 from torch import Tensor, nn
-from transformers.models.auto import modeling_auto as auto
 
-IGNORE_INDEX = -100
+from .heads import IGNORE_INDEX, REMEDY, Head, base_model, head_of
+from .independence import refuse_batch, refuse_model
+
 SINGLE_LABEL = "single_label_classification"
 LABEL_NAMES = ("labels", "label", "label_ids", "shift_labels", "start_positions", "end_positions")
-PACKING_KEYS = frozenset(
-    "seq_idx cu_seqlens cu_seq_lens cu_seq_lens_q cu_seq_lens_k cu_seqlens_q cu_seqlens_k "
-    "max_length_q max_length_k max_seqlen max_seqlen_q max_seqlen_k".split()
-)
-REMEDY = "Pass `per_sample_loss=fn` with fn(outputs, labels) -> tensor of shape (batch_size,), one loss per record."
-
-
-class Head(StrEnum):
-    """What a model predicts, hence which loss is right. Sequences and images share `CLASSIFICATION`."""
-
-    SEQ2SEQ_LM = "seq2seq language modeling"
-    MASKED_LM = "masked language modeling"
-    CAUSAL_LM = "causal language modeling"
-    CLASSIFICATION = "classification"
-    TOKEN_CLASSIFICATION = "token classification"
-    QUESTION_ANSWERING = "question answering"
-    MULTIPLE_CHOICE = "multiple choice"
-
-
-def _class_names(*mappings: Mapping[str, str | tuple[str, ...]]) -> frozenset[str]:
-    values = [value for mapping in mappings for value in mapping.values()]
-    return frozenset(name for value in values for name in ([value] if isinstance(value, str) else value))
-
-
-# The first match counts: BART is listed both as seq2seq and as masked LM, and its loss is the seq2seq one.
-HEAD_CLASSES: dict[Head, frozenset[str]] = {
-    Head.SEQ2SEQ_LM: _class_names(auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
-    Head.MASKED_LM: _class_names(auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
-    Head.CAUSAL_LM: _class_names(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
-    Head.CLASSIFICATION: _class_names(
-        auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
-    ),
-    Head.TOKEN_CLASSIFICATION: _class_names(auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
-    Head.QUESTION_ANSWERING: _class_names(auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES),
-    Head.MULTIPLE_CHOICE: _class_names(auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES),
-}
-
-# Listed by Transformers as language models, but trained on another objective: labels that the model does not shift
-# (decoders of seq2seq families, XLM, XLNet, CPM-Ant), n-gram losses (ProphetNet), codebooks (MusicGen).
-OTHER_OBJECTIVE = frozenset(
-    "BartForCausalLM BigBirdPegasusForCausalLM BlenderbotForCausalLM BlenderbotSmallForCausalLM CpmAntForCausalLM "
-    "MBartForCausalLM MarianForCausalLM MusicgenForCausalLM MusicgenMelodyForCausalLM MvpForCausalLM "
-    "PLBartForCausalLM PegasusForCausalLM ProphetNetForCausalLM ProphetNetForConditionalGeneration TrOCRForCausalLM "
-    "WhisperForCausalLM XLMWithLMHeadModel XLNetLMHeadModel".split()
-)
-
-
-def base_model(model: nn.Module) -> nn.Module:
-    """The Transformers model inside a PEFT wrapper; any other model as it is."""
-    return model.get_base_model() if isinstance(model, PeftModel) else model
-
-
-def head_of(model: nn.Module) -> Head:
-    """The head of a model, by its class or the nearest parent class that Transformers lists.
-
-    Example:
-        >>> from transformers import GPT2Config, GPT2LMHeadModel
-        >>> head_of(GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=1, n_layer=1, vocab_size=9))).value
-        'causal language modeling'
-    """
-    base = base_model(model)
-    for parent in type(base).__mro__:
-        if parent.__name__ in OTHER_OBJECTIVE:
-            break
-        for head, names in HEAD_CLASSES.items():
-            if parent.__name__ in names:
-                if head is Head.SEQ2SEQ_LM and not base.config.is_encoder_decoder:
-                    break  # speech and multimodal decoders are listed here too
-                return head
-    raise ValueError(
-        f"`model` must have one of the heads [{', '.join(HEAD_CLASSES)}], got {type(base).__name__}, whose loss per "
-        f"record is not known. {REMEDY}"
-    )
 
 
 def _float(logits: Tensor) -> Tensor:
@@ -217,7 +143,7 @@ class PerSampleLoss:
         if self.head is Head.QUESTION_ANSWERING and label_smoothing > 0:
             raise ValueError(f"`label_smoothing` must be 0 for question answering, got {label_smoothing}.")
         base = base_model(model)
-        _refuse_model(base, own_loss=custom is None)
+        refuse_model(base, own_loss=custom is None)
         self._options = {"return_dict": True} if self.head or takes(base, "return_dict") else {}
         if takes(base, "use_cache"):
             self._options["use_cache"] = False
@@ -229,7 +155,7 @@ class PerSampleLoss:
         if not labels:
             raise ValueError(f"`batch` must hold labels ({', '.join(LABEL_NAMES)}), got only {sorted(batch)}.")
         base = base_model(model)
-        _refuse_batch(base, self.head, inputs, labels)
+        refuse_batch(base, self.head, inputs, labels)
         target = self._target(labels)
         sequence = target if self.head is Head.SEQ2SEQ_LM else labels.get("labels") if self.head is None else None
         if sequence is not None and "decoder_input_ids" not in inputs:
@@ -288,79 +214,3 @@ def _decoder_inputs(base: nn.Module, labels: Tensor, required: bool) -> dict[str
             "`prepare_decoder_input_ids_from_labels`. Let the data collator add them."
         )
     return {} if prepare is None else {"decoder_input_ids": prepare(labels=labels)}
-
-
-def _refuse_model(base: nn.Module, own_loss: bool) -> None:
-    """Settings under which a model's rows are not independent, or its objective is not the head's."""
-    config = getattr(base, "config", None)
-    name = type(base).__name__
-    if own_loss and hasattr(base, "_loss_function"):  # where the setter of `model.loss_function` keeps it
-        raise ValueError(f"`model.loss_function` must not be replaced, got a replaced one ({name}). {REMEDY}")
-    if getattr(config, "output_router_logits", False):
-        raise ValueError(
-            f"`output_router_logits` must be False, got True ({name}). The load-balancing loss couples all records of "
-            "a batch and is never added; set model.config.output_router_logits = False to say that you know."
-        )
-    if getattr(config, "sparse_prediction", False):
-        raise ValueError(
-            f"`sparse_prediction` must be False, got True ({name}). It drops the record axis of the logits; load the "
-            "model with sparse_prediction=False."
-        )
-    if hasattr(config, "expert_capacity"):
-        raise ValueError(
-            f"`model` must route records independently, got {name} with expert_capacity={config.expert_capacity}: "
-            "experts drop tokens once other records have filled them. Use a model without expert capacity."
-        )
-
-
-def _refuse_batch(base: nn.Module, head: Head | None, inputs: dict[str, Any], labels: dict[str, Tensor]) -> None:
-    """Batches in which a row is not a record, or in which a record's loss moves with its neighbours' lengths."""
-    packed = sorted(PACKING_KEYS & inputs.keys())
-    if packed:
-        raise ValueError(f"`batch` must hold one record per row, got packed sequences ({packed}). Pad instead.")
-    if inputs.get("output_router_logits"):
-        raise ValueError("`output_router_logits` must be False, got True in the batch: that loss couples all records.")
-    config = getattr(base, "config", None)
-    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-    for name in ("attention_mask", "decoder_attention_mask"):
-        _refuse_left_padding(name, inputs.get(name), ids if name == "attention_mask" else None)
-    real = None if mask is None else mask != 0
-
-    positions = inputs.get("position_ids")
-    if positions is not None:
-        restarts = positions[..., 1:] <= positions[..., :-1]
-        if bool((restarts if real is None else restarts & real[..., 1:]).any()):
-            raise ValueError("`position_ids` must rise along a row, got a restart: packed sequences. Pad instead.")
-
-    pad, eos = getattr(config, "pad_token_id", None), getattr(config, "eos_token_id", None)
-    ambiguous = pad is None or pad in (eos, getattr(config, "bos_token_id", None))
-    if mask is None and ids is not None and not ambiguous:
-        # Causal attention never sees padding on the right; any other attention does.
-        edge = ids[..., 0] if head is Head.CAUSAL_LM else ids[..., [0, -1]]
-        if bool((edge == pad).any()):
-            raise ValueError("`attention_mask` must be given for a padded batch, got none: padding would be attended.")
-
-    tokens = labels.get("shift_labels", next(iter(labels.values())))
-    if head in (Head.CAUSAL_LM, Head.MASKED_LM, Head.TOKEN_CLASSIFICATION) and real is not None:
-        if tokens.shape == real.shape and bool(((tokens != IGNORE_INDEX) & ~real).any()):
-            raise ValueError("`labels` must be -100 at padding tokens, got others: a record would count its padding.")
-    if head is Head.SEQ2SEQ_LM:
-        counted = tokens != IGNORE_INDEX
-        if "decoder_input_ids" not in inputs and bool((counted[:, 1:] & ~counted[:, :1]).any()):
-            raise ValueError("`labels` must be padded on the right, got -100 at the start. Set padding_side='right'.")
-        if pad is not None and pad != eos and bool((tokens[:, -1] == pad).any()):
-            raise ValueError(f"`labels` must be padded with -100, got pad_token_id={pad}: padding would be counted.")
-
-
-def _refuse_left_padding(name: str, mask: Any, ids: Tensor | None) -> None:
-    if mask is None:
-        return
-    if not isinstance(mask, Tensor) or (mask.shape != ids.shape if ids is not None else mask.ndim != 2):
-        got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(f"`{name}` must have one entry per token, got {got}. Other masks may hide packed records.")
-    real = mask != 0
-    if bool((real[..., 1:] & ~real[..., :-1]).any()):
-        raise ValueError(
-            f"`{name}` must be padded on the right, got a 0 before a 1. Left padding shifts a record's positions by "
-            "the length of its neighbours; train with tokenizer.padding_side = 'right' (generation may keep 'left')."
-        )

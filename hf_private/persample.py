@@ -30,7 +30,10 @@ def per_record(c: Tensor, like: Tensor) -> Tensor:
 
 
 class Gram:
-    """`x x^T` (N, T, T) of `x` (N, T, features), kept as strips of its upper half: the lower one is the same."""
+    """`x x^T` (N, T, T) of `x` (N, T, features), kept as strips of its upper half: the lower one is the same.
+
+    The seam for a kernel: one that gives `dot` of two inputs without their Gram matrices replaces this class.
+    """
 
     STRIP = 64  # positions; narrower strips save more operations and run less well
 

@@ -179,8 +179,9 @@ class LogicalCollator:
         collator: The user's data collator: list of records to one batch.
         max_rows: Most records in a micro-batch.
         max_tokens: Most tokens in a micro-batch after padding (rows x longest). A longer record goes alone.
-        rows_of: Names of tensors that must have one row for each record. Clipping bounds the influence of a row: a
-            record in several rows would have several times that, and records in one row would not be told apart.
+        rows_of: Names of tensors that must have one row for each record, also where it is alone. Clipping bounds the
+            influence of a row: a record in several rows would have several times that, and records in one row would
+            not be told apart. If any are named, all tensors of a batch are looked at, and its padding too.
 
     >>> collator = LogicalCollator(lambda records: [r["input_ids"] for r in records], max_rows=2)
     >>> collator([{"input_ids": [1]}, {"input_ids": [2, 3, 4]}, {"input_ids": [5, 6]}]).micro_batches
@@ -210,15 +211,43 @@ class LogicalCollator:
     def collate(self, records: list[Any]) -> Any:
         """One micro-batch, with one row for each record."""
         batch = self.collator(records)
-        for name in self.rows_of:
-            shape = getattr(batch.get(name), "shape", ())
-            if shape and shape[0] != len(records):
-                raise ValueError(
-                    f"`data_collator` must return one row for each record, got {shape[0]} rows of `{name}` for"
-                    f" {len(records)} records. Do not pack or split records in it: cut the dataset into records that"
-                    " fit, and set `records_per_unit` to the largest number that one person then has."
-                )
+        if self.rows_of:
+            for name, value in batch.items():
+                shape = getattr(value, "shape", ())
+                if shape and shape[0] != len(records) and (name in self.rows_of or len(records) > 1):
+                    raise ValueError(
+                        f"`data_collator` must return one row for each record, got {shape[0]} rows of `{name}` for"
+                        f" {len(records)} records. Do not pack or split records in it: cut the dataset into records"
+                        " that fit, and set `records_per_unit` to the largest number that one person then has. What"
+                        " records have different numbers of (images, say) needs `per_device_train_batch_size=1`."
+                    )
+            refuse_unmarked_padding(records, batch)
         return batch
+
+
+def refuse_unmarked_padding(records: Sequence[Any], batch: Mapping[str, Any]) -> None:
+    """Padding that nothing marks is text to a model, and there is as much of it as the longest neighbour asks for.
+
+    Each record may have got as many tokens more as the longest has (a collator may add an end of text), not more.
+    """
+    if not all(isinstance(record, Mapping) and "input_ids" in record for record in records):
+        return  # tokens are made in the collator: how many belong to a record is not known
+    lengths, mask = [_tokens(record["input_ids"]) for record in records], batch.get("attention_mask")
+    if len(set(lengths)) <= 1 or "input_ids" not in batch:
+        return
+    if mask is None:
+        raise ValueError(
+            "`data_collator` must return an `attention_mask` for records of different lengths, got none: padding would"
+            " count as text. Take a collator that pads and masks, such as DataCollatorWithPadding."
+        )
+    added = mask.reshape(len(records), -1).ne(0).sum(1).tolist()
+    added = [marked - length for marked, length in zip(added, lengths, strict=True)]
+    most = max(0, added[lengths.index(max(lengths))])
+    if max(added) > most:
+        raise ValueError(
+            f"`attention_mask` must be 0 at padding, got a record of {lengths[added.index(max(added))]} tokens with"
+            f" {max(added)} more in its mask: they would count as text. Let the collator mask what it pads."
+        )
 
 
 def split(lengths: Sequence[int], max_rows: int, max_tokens: int | None = None) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """The start-up self-check: is every per-sample gradient of *this* model exact, and do its records stay apart?
 
 Rules know layer kinds; models combine them in ways that nobody listed. So before training the engine is held against
-plain autograd, on synthetic inputs, for batches of 1, 2 and 5 records: what is not exact is refused, never wrong.
+plain autograd, on synthetic inputs, for batches of 1 to 7 records: what is not exact is refused, never wrong.
 """
 
 import time
@@ -17,7 +17,7 @@ from .methods.full import unsharded
 
 Batch = Mapping[str, Tensor]
 LENGTH = 11  # prime: no axis is a multiple of another by chance
-BATCH_SIZES = (1, 2, 5)
+BATCH_SIZES = (1, 2, 3, 5, 7)  # an axis that has nothing to do with records is not a multiple of all of them
 
 
 class SelfCheckError(RuntimeError):
@@ -48,36 +48,41 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 def self_check(
     model: nn.Module,
     per_sample_loss: Callable[[nn.Module, Batch], Tensor],
-    make_batch: Callable[[int, int], Batch],
-    perturb: Callable[[Batch, int], Batch],
-    max_rows: int = BATCH_SIZES[-1],
+    make_batch: Callable[..., Batch],
+    records_meet: bool = True,
     dtype: torch.dtype | None = None,
 ) -> str:
-    """Hold the engine against plain autograd on `make_batch(batch_size, length)`; `perturb(batch, row)` redraws one.
+    """Hold the engine against plain autograd on made-up records, `make_batch(batch_size, length, generator=None)`.
 
-    `max_rows` is the largest micro-batch that training will use: with 1, records never share a batch. `dtype` is what
-    the model computes in, where autocast makes that coarser than its weights. Returns one line for the log; raises
-    `SelfCheckError` or `UncoveredError` with the parameter's name and a remedy.
+    `records_meet` is False if training will use micro-batches of one record only. `dtype` is what the model computes
+    in, where autocast makes that coarser than its weights. Returns one line for the log; raises `SelfCheckError` or
+    `UncoveredError` with the parameter's name and a remedy.
     """
     start = time.perf_counter()
-    sizes = [size for size in BATCH_SIZES if size <= max_rows]
+    sizes = BATCH_SIZES if records_meet else BATCH_SIZES[:1]
     dtype = dtype or (next(iter(trainable(model).values())).dtype if trainable(model) else torch.float32)
     with _undisturbed(model):
         _check_buffers(model, per_sample_loss, make_batch(1, LENGTH))
         model.eval()
         batch = make_batch(sizes[-1], LENGTH)
-        norms = _check_sum(model, per_sample_loss, batch, tolerance(dtype))
+        norms = _norms(model, per_sample_loss, batch)
         alone = torch.cat([_norms(model, per_sample_loss, _rows(batch, [n])) for n in range(sizes[-1])])
         _check_norms("alone", norms, alone, tolerance(dtype))
         trimmed = torch.cat([_norms(model, per_sample_loss, _trim(_rows(batch, [n]))) for n in range(sizes[-1])])
         _check_norms("without padding", alone, trimmed, tolerance(dtype))
-        if len(sizes) > 1:
-            pair = _norms(model, per_sample_loss, _rows(batch, [0, 1]))
-            _check_norms("in a batch of two", norms[:2], pair, tolerance(dtype))
-            others = _norms(model, per_sample_loss, perturb(batch, 0))
+        for size in sizes[1:-1]:
+            some = _norms(model, per_sample_loss, _rows(batch, list(range(size))))
+            _check_norms(f"in a batch of {size}", norms[:size], some, tolerance(dtype))
+        if records_meet:
+            other = make_batch(sizes[-1], LENGTH, torch.Generator().manual_seed(1))
+            mixed = {key: torch.cat([other[key][:1], rows[1:]]) for key, rows in batch.items()}
+            others = _norms(model, per_sample_loss, mixed)
             _check_norms("beside another first record", norms[1:], others[1:], tolerance(dtype))
+        _check_sum(model, per_sample_loss, batch, tolerance(dtype))
     seconds = time.perf_counter() - start
-    return f"Self-check passed in {seconds:.1f} s: {len(trainable(model))} parameters exact for batches of {sizes}."
+    return (
+        f"Self-check passed in {seconds:.1f} s: {len(trainable(model))} parameters exact for batches of {list(sizes)}."
+    )
 
 
 def _norms(model: nn.Module, loss: Callable, batch: Batch) -> Tensor:
@@ -86,13 +91,16 @@ def _norms(model: nn.Module, loss: Callable, batch: Batch) -> Tensor:
         return book.norms()
 
 
-def _check_sum(model: nn.Module, loss: Callable, batch: Batch, limit: float) -> Tensor:
-    """Hold the engine's sum of all records against autograd's gradient; returns the norms (N,)."""
+def _check_sum(model: nn.Module, loss: Callable, batch: Batch, limit: float) -> None:
+    """Hold the engine's weighted sum of all records against autograd's gradient.
+
+    Every record has a weight of its own: of a gradient that is given to the wrong record the plain sum would be right.
+    """
     wanted = _plain(model, loss, batch)
     distances, lengths = {}, {}
     with BookKeeper(model) as book:
         book.backward(loss(model, batch))
-        norms, records = book.norms(), book.records()
+        weights, records = _weights(book.norms()), book.records()
         if unreached := [name for name, g in wanted.items() if g is None or name not in records]:
             raise SelfCheckError(
                 f"{_list(unreached)} took no part in the loss, so it would be trained on noise alone. "
@@ -100,7 +108,7 @@ def _check_sum(model: nn.Module, loss: Callable, batch: Batch, limit: float) -> 
             )
         for name in wanted:  # one at a time, as a sharded model's gradients may not fit together
             g = unsharded(wanted[name])
-            distances[name] = (records[name].weighted_sum(torch.ones_like(norms)) - g).float().norm()
+            distances[name] = (records[name].weighted_sum(weights) - g).float().norm()
             lengths[name] = g.float().norm()
     scale = torch.stack(list(lengths.values())).norm()
     wrong = [name for name in wanted if distances[name] > limit * (lengths[name] + 1e-3 * scale)]
@@ -108,21 +116,31 @@ def _check_sum(model: nn.Module, loss: Callable, batch: Batch, limit: float) -> 
         raise SelfCheckError(
             f"{_list(wrong)}: the sum of per-sample gradients is not autograd's gradient. Remedy: {REMEDY}."
         )
-    return norms
 
 
 def _plain(model: nn.Module, loss: Callable, batch: Batch) -> dict[str, Tensor | None]:
-    """Autograd's gradient by parameter, None where it does not reach. Under FSDP2 in shards, for equal batches."""
+    """Autograd's gradient of the weighted losses by parameter, None where it does not reach.
+
+    Under FSDP2 in shards, for equal batches.
+    """
     parameters = trainable(model)
     before = {name: p.grad for name, p in parameters.items()}
     try:
         for p in parameters.values():
             p.grad = None
-        loss(model, batch).sum().backward()  # not autograd.grad, which cannot reach FSDP2's sharded parameters
+        losses = loss(model, batch)
+        (
+            losses * _weights(losses)
+        ).sum().backward()  # not autograd.grad, which cannot reach FSDP2's sharded parameters
         return {name: p.grad for name, p in parameters.items()}
     finally:
         for name, p in parameters.items():
             p.grad = before[name]
+
+
+def _weights(like: Tensor) -> Tensor:
+    """A weight for each record, the same on every rank, and no two alike."""
+    return torch.arange(1, len(like) + 1, dtype=like.dtype, device=like.device) / len(like)
 
 
 def _check_norms(where: str, norms: Tensor, others: Tensor, limit: float) -> None:

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from hf_private.losses import IGNORE_INDEX, SINGLE_LABEL, Head, base_model, head_of, problem_type, takes
+from hf_private.heads import IGNORE_INDEX, Head, base_model, head_of
+from hf_private.losses import SINGLE_LABEL, problem_type, takes
 from hf_private.validate import whole
 
 CHOICES = 3
@@ -62,32 +63,6 @@ def random_labels(model: nn.Module, batch: dict[str, Tensor], generator: torch.G
         base_model(model), head_of(model), {"input_ids": main.cpu(), "attention_mask": mask}, lengths, generator
     )
     return {name: value.to(main.device) for name, value in labels.items()}
-
-
-def perturb(
-    model: nn.Module, batch: dict[str, Tensor], row: int, generator: torch.Generator | None = None
-) -> dict[str, Tensor]:
-    """A copy of a synthetic batch in which one row is drawn anew: content, length and labels; the others are the same.
-
-    Example:
-        >>> from transformers import GPT2Config, GPT2LMHeadModel
-        >>> model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=1, n_layer=1, vocab_size=99))
-        >>> batch = synthetic_batch(model, batch_size=3, length=7)
-        >>> (perturb(model, batch, row=1)["input_ids"] != batch["input_ids"]).any(-1)
-        tensor([False,  True, False])
-    """
-    generator = generator or torch.Generator().manual_seed(1)
-    name = _main_input(model)
-    width = batch[name].shape[-1]
-    for _ in range(100):
-        lengths = torch.randint(min(2, width), width + 1, (1,), generator=generator)
-        fresh = _draw(model, lengths, width, generator)
-        if not torch.equal(fresh[name][0], batch[name][row]):
-            break
-    changed = {key: value.clone() for key, value in batch.items()}
-    for key, value in changed.items():
-        value[row] = fresh[key][0]
-    return changed
 
 
 def widen(model: nn.Module, batch: dict[str, Tensor], columns: int) -> dict[str, Tensor]:

@@ -36,9 +36,10 @@ from .guards import (
     check_size,
     order_of,
 )
+from .heads import base_model
 from .keystream import Key
-from .lineage import past_of, remember
-from .losses import LABEL_NAMES, PerSampleLoss, base_model
+from .lineage import mark, past_of, remember
+from .losses import LABEL_NAMES, PerSampleLoss
 from .mechanism import Mechanism
 from .methods.full import Method
 from .noise import NoiseSource, reseed_global
@@ -267,9 +268,9 @@ class DPTrainer(PublishingTrainer):
         config, model = self.dp_config, self.accelerator.unwrap_model(self.model_wrapped)
         loss = PerSampleLoss(model, self.per_sample_loss, self.args.label_smoothing_factor)
         check_optimizer(self.optimizer, model)
-        rows = self.args.per_device_train_batch_size
+        meet = self.args.per_device_train_batch_size > 1
         dtype = torch.bfloat16 if self.args.mixed_precision == "bf16" else None  # maybe by the launcher
-        report = together(self.ranks, model, self_check, model, loss, self.public_batch, self._perturb, rows, dtype)
+        report = together(self.ranks, model, self_check, model, loss, self.public_batch, meet, dtype)
         logger.info(report)
         noise = NoiseSource(config.noise, self._keys.noise)
         noise_multiplier = self.ranks.first(self._plan, method, sample_rate, steps)
@@ -289,6 +290,7 @@ class DPTrainer(PublishingTrainer):
                 "ranks": self.ranks.world_size,
             },
         )
+        mark(model)
         self._mechanism = Mechanism(
             model,
             loss,
@@ -319,16 +321,6 @@ class DPTrainer(PublishingTrainer):
         """A made-up batch for the self-check at the start of `train()`: inputs and labels of records of up to `length`
         tokens, no two alike. Override it for a model or a `per_sample_loss` that needs other inputs."""
         return synthetic_batch(self.accelerator.unwrap_model(self.model), batch_size, length, generator)
-
-    def _perturb(self, batch: dict[str, Tensor], row: int) -> dict[str, Tensor]:
-        """The same made-up batch with another record in one row."""
-        other = self.public_batch(len(next(iter(batch.values()))), LENGTH, torch.Generator().manual_seed(1))
-        changed = {name: value.clone() for name, value in batch.items()}
-        for name, value in changed.items():
-            value[row] = other[name][row]
-        return changed
-
-    # ---- one step
 
     def training_step(
         self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Tensor | int | None = None

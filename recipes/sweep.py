@@ -110,16 +110,18 @@ class Sweep:
                 cell.result = {key: value for key, value in known[cell.name].items() if key not in ("name", "asked")}
         return [cell for cell in cells if cell.result is None]
 
+    def settings(self, cell: Cell) -> dict[str, Any]:
+        """What the recipe is told, beside where to write."""
+        return {"config": self.plan["config"], **self.plan.get("settings", {}), **cell.settings, "method": cell.method}
+
     def asked(self, cell: Cell) -> dict[str, Any]:
-        """All settings of a cell; a cell that was done with others counts as not done."""
+        """All of a cell's settings, what its config file says in a hash; done with others, a cell is not done."""
         own = self.base.get("by_method", {}).get(cell.method)
         content = json.dumps([self.base | {"by_method": None}, own], sort_keys=True)
-        file = {"config": self.plan["config"], "config_sha256": hashlib.sha256(content.encode()).hexdigest()[:16]}
-        return file | self.plan.get("settings", {}) | cell.settings | {"method": cell.method}
+        return {"config_sha256": hashlib.sha256(content.encode()).hexdigest()[:16], **self.settings(cell)}
 
     def command(self, cell: Cell) -> list[str]:
-        settings = self.asked(cell) | {"output_dir": str(self.runs / cell.name)}
-        del settings["config_sha256"]
+        settings = self.settings(cell) | {"output_dir": str(self.runs / cell.name)}
         flags = [
             (f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value))
             for name, value in settings.items()

@@ -4,7 +4,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from hf_private.losses import IGNORE_INDEX, Head, head_of
+from hf_private.heads import IGNORE_INDEX, Head, head_of
 from hf_private.synthetic import TOKEN_HEADS, synthetic_batch
 
 V, H, B, T = 60, 16, 4, 7

@@ -252,8 +252,8 @@ def test_the_model_is_restored_after_an_error():
 def test_no_parameter_gradient_is_computed_by_autograd():
     model, loss = cases.build("bert")
     seen = []
-    handles = [p.register_hook(seen.append) for p in model.parameters()]
     with BookKeeper(model) as book:
+        handles = [p.register_hook(seen.append) for p in model.parameters()]  # before, they are refused
         book.backward(loss(model, cases.make_batch(model, 3)))
     for handle in handles:
         handle.remove()

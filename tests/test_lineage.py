@@ -10,7 +10,7 @@ from huggingface_hub import _CACHED_NO_EXIST
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import BertForSequenceClassification, PreTrainedConfig
 
 from hf_private import lineage
 from hf_private.ledger import LedgerError
@@ -67,6 +67,25 @@ def test_a_folder_that_is_gone_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="is not there any more.*continues=.*disjoint_data=True"):
         past_of(loaded(tmp_path / "gone"))
     assert past_of(loaded(tmp_path / "gone"), known=True) == Past()
+
+
+def test_a_trained_model_that_was_moved_or_saved_by_hand_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    """Its config says that there is a record. A relative path could also be a repository's name, so proves nothing."""
+    made = tiny.trainer(tmp_path / "first")
+    made.train()
+    made.save_model()
+    made.model.save_pretrained(tmp_path / "by_hand")
+    monkeypatch.chdir(tmp_path)
+    assert past_of(BertForSequenceClassification.from_pretrained("first")).records
+    moved = BertForSequenceClassification.from_pretrained("first")
+    Path("first").rename("second")
+    for model in (moved, BertForSequenceClassification.from_pretrained("by_hand")):
+        made = tiny.trainer(tmp_path / "new", model=model)
+        for _ in range(2):  # to try again does not help
+            with pytest.raises(LedgerError, match="says that its weights have a record.*continues=.*disjoint_data="):
+                made.train()
+        assert past_of(model, known=True) == Past()
+    assert len(past_of(moved, continues="second").records) == 1
 
 
 # ---- the Hub

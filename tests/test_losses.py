@@ -27,8 +27,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hf_private.losses import IGNORE_INDEX, Head, PerSampleLoss, base_model, head_of
-from hf_private.synthetic import perturb, widen
+from hf_private.heads import IGNORE_INDEX, Head, base_model, head_of
+from hf_private.losses import PerSampleLoss
+from hf_private.synthetic import synthetic_batch, widen
 
 # Equal to Transformers
 
@@ -152,7 +153,8 @@ def test_a_neighbour_changes_nothing(name: str) -> None:
     """Another record's content, length and labels move its own loss and the mean of Transformers, but no other's."""
     model = make(name)
     batch = double(draw(model))
-    other = double(perturb(model, batch, row=1, generator=torch.Generator().manual_seed(5)))
+    drawn = double(synthetic_batch(model, B, T, torch.Generator().manual_seed(5)))
+    other = {key: torch.cat([rows[:1], drawn[key][1:2], rows[2:]]) for key, rows in batch.items()}
     loss = PerSampleLoss(model)
     before, after = loss(model, batch), loss(model, other)
     rest = [0, 2, 3]

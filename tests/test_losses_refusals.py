@@ -9,7 +9,8 @@ from heads import B, T, bart, bert, draw, gpt2, make, mixtral, modernbert
 from peft import PromptTuningConfig, get_peft_model
 from torch import Tensor
 
-from hf_private.losses import HEAD_CLASSES, IGNORE_INDEX, OTHER_OBJECTIVE, Head, PerSampleLoss
+from hf_private.heads import HEAD_CLASSES, IGNORE_INDEX, OTHER_OBJECTIVE, Head
+from hf_private.losses import PerSampleLoss
 
 # Refusals: models
 

@@ -231,7 +231,7 @@ def test_every_sweep_names_files_and_settings_that_exist(path):
     cells = [*tuned, *table.table(tuned)]
     assert len({cell.name for cell in cells}) == len(cells)
     for cell in cells:
-        settings = table.asked(cell) | {"config": str(ROOT / table.plan["config"])}
+        settings = table.settings(cell) | {"config": str(ROOT / table.plan["config"])}
         line = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
         own, dp_config, _ = options.parse(options_class(ROOT / table.plan["config"]), None, line)
         assert own.method == cell.method

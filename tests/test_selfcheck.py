@@ -1,5 +1,7 @@
 """The self-check passes what is exact and refuses what is not; it leaves no trace."""
 
+from functools import partial
+
 import cases
 import pytest
 import torch
@@ -7,10 +9,13 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import nn
 
+from hf_private.bookkeeping import BookKeeper
 from hf_private.layers import UncoveredError
 from hf_private.losses import PerSampleLoss
-from hf_private.selfcheck import SelfCheckError, self_check
-from hf_private.synthetic import perturb, synthetic_batch
+from hf_private.methods.full import Full
+from hf_private.persample import Dense
+from hf_private.selfcheck import SelfCheckError, _check_sum, self_check, tolerance
+from hf_private.synthetic import synthetic_batch
 
 
 def check(model, loss=None, **kwargs):
@@ -18,8 +23,7 @@ def check(model, loss=None, **kwargs):
     return self_check(
         model,
         loss,
-        lambda size, length: synthetic_batch(model, size, length),
-        lambda batch, row: perturb(model, batch, row),
+        partial(synthetic_batch, model),
         **kwargs,
     )
 
@@ -32,7 +36,7 @@ def test_every_listed_family_passes_in_float32(name):
 
 def test_a_one_record_family_passes_alone_and_is_refused_in_company():
     model, _ = cases.build("deberta-v2", torch.float32)
-    assert "batches of [1]" in check(model, max_rows=1)
+    assert "batches of [1]" in check(model, records_meet=False)
     with pytest.raises(UncoveredError, match="Remedy"):
         check(model)
 
@@ -73,9 +77,55 @@ def test_models_whose_records_meet_are_refused(how, match):
         self_check(
             model,
             loss,
-            lambda size, length: synthetic_batch(model.inner, size, length),
-            lambda batch, row: perturb(model.inner, batch, row),
+            partial(synthetic_batch, model.inner),
         )
+
+
+class Queries(nn.Module):
+    """Ten learned queries that are looked up without a batch axis: ten rows, of which no record owns any."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self, queries: int):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.queries, self.head = nn.Embedding(50, 16), nn.Embedding(queries, 16), nn.Linear(16, 3)
+
+    def forward(self, input_ids):
+        x, q = self.words(input_ids), self.queries(torch.arange(self.queries.num_embeddings))
+        weights = torch.einsum("qd,btd->bqt", q, x).softmax(-1)
+        return self.head((weights @ x).mean(1))
+
+
+@pytest.mark.parametrize("queries", [10, 210])  # a multiple of some batch sizes, and of all
+def test_an_axis_that_is_taken_for_the_records_is_refused(queries):
+    def made(size, length, generator=None):
+        draw = generator or torch.Generator().manual_seed(0)
+        ids = torch.randint(50, (size, length), generator=draw)
+        return {"input_ids": ids, "labels": torch.randint(3, (size,), generator=draw)}
+
+    def loss(model, batch):
+        return F.cross_entropy(model(batch["input_ids"]), batch["labels"], reduction="none")
+
+    with pytest.raises((UncoveredError, SelfCheckError), match="queries|independent"):
+        self_check(Queries(queries), loss, made)
+
+
+def test_the_sum_is_checked_record_by_record():
+    """One parameter's gradients are given to other records: their plain sum stays what it was."""
+    model, loss = cases.build("bert", torch.float32)
+
+    class Swapped(Full):
+        def observe(self, name, value):
+            mixed_up = name == "bert.embeddings.LayerNorm.bias"
+            return {name: Dense(value.dense().flip(0))} if mixed_up else super().observe(name, value)
+
+    model.eval()
+    batch = synthetic_batch(model, 7, 11)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_private.selfcheck.BookKeeper", lambda model: BookKeeper(model, Swapped()))
+        with pytest.raises(SelfCheckError, match="`bert.embeddings.LayerNorm.bias`: the sum"):
+            _check_sum(model, loss, batch, tolerance(torch.float32))
 
 
 def test_a_loss_that_couples_records_is_refused():

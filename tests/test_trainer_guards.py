@@ -93,6 +93,65 @@ def test_a_row_must_be_a_record(tmp_path: Path, collator: Any, workers: int) -> 
         made.train()
 
 
+class Unmasked(tiny.Padding):
+    """Padding that nothing marks."""
+
+    def __call__(self, records: list[dict]) -> dict[str, Tensor]:
+        batch = super().__call__(records)
+        del batch["attention_mask"]
+        return batch
+
+
+class AllMarked(tiny.Padding):
+    """Padding that is marked as text, in a mask of ones."""
+
+    def __call__(self, records: list[dict]) -> dict[str, Tensor]:
+        batch = super().__call__(records)
+        return batch | {"attention_mask": torch.ones_like(batch["attention_mask"])}
+
+
+class Ending(tiny.Padding):
+    """A token more for each record, which is no padding."""
+
+    def __call__(self, records: list[dict]) -> dict[str, Tensor]:
+        return super().__call__([{**record, "input_ids": [*record["input_ids"], 4]} for record in records])
+
+
+class Images(tiny.Padding):
+    """Records with two images and with none, in one tensor."""
+
+    def __call__(self, records: list[dict]) -> dict[str, Tensor]:
+        return super().__call__(records) | {"pixel_values": torch.zeros(2 * (len(records) // 2 + 1), 3)}
+
+
+@pytest.mark.parametrize(
+    ("collator", "message"),
+    [
+        (Unmasked(), "must return an `attention_mask` for records of different lengths, got none"),
+        (AllMarked(), "`attention_mask` must be 0 at padding, got a record of"),
+        (Images(), "one row for each record, got .* rows of `pixel_values`"),
+    ],
+    ids=["unmasked", "all marked", "images"],
+)
+def test_padding_must_be_marked_and_nothing_flattened(tmp_path: Path, collator: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny.trainer(tmp_path, data_collator=collator).train()
+
+
+def test_a_collator_may_add_a_token_to_every_record(tmp_path: Path) -> None:
+    tiny.trainer(tmp_path, data_collator=Ending()).train()
+    assert tiny.steps(tmp_path) == 4
+
+
+def test_gradient_hooks_are_refused(tmp_path: Path) -> None:
+    """A micro-batch of one record lets autograd compute some gradients: a hook would see them."""
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        made = tiny.trainer(tmp_path / register)
+        getattr(made.model.classifier.weight, register)(lambda _: None)
+        with pytest.raises(RuntimeError, match="`classifier.weight` must not have a gradient hook"):
+            made.train()
+
+
 def test_what_is_set_later_is_checked_too(tmp_path: Path) -> None:
     for name, value in (("auto_find_batch_size", True), ("gradient_accumulation_steps", 2), ("max_grad_norm", 0.3)):
         made = tiny.trainer(tmp_path)

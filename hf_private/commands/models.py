@@ -60,7 +60,7 @@ def _factory(config: Any, task: str | None) -> Callable[[Any], nn.Module]:
     """The class that the config names if it has a head, otherwise a classifier: fine-tuning needs a task."""
     import transformers
 
-    from hf_private.losses import HEAD_CLASSES
+    from hf_private.heads import HEAD_CLASSES
 
     heads = frozenset().union(*HEAD_CLASSES.values())
     named = (config.architectures or [""])[0]
@@ -79,7 +79,7 @@ def _factory(config: Any, task: str | None) -> Callable[[Any], nn.Module]:
 
 def inputs(model: nn.Module, batch: int, length: int, device: str, mask: bool) -> dict[str, Tensor]:
     """Inputs of the right shape: `batch` records of `length` tokens, or images of the config's size."""
-    from hf_private.losses import Head, base_model, head_of
+    from hf_private.heads import Head, base_model, head_of
 
     base = base_model(model)
     if base.main_input_name == "pixel_values":

@@ -25,7 +25,7 @@ from hf_private.noise import NoiseSource
 from hf_private.persample import Dense, PerSample
 from hf_private.ranks import Ranks
 from hf_private.selfcheck import self_check
-from hf_private.synthetic import perturb, synthetic_batch
+from hf_private.synthetic import synthetic_batch
 
 KEY = bytes(range(32))
 RECORDS = tiny.text()
@@ -180,7 +180,7 @@ def checked() -> dict[str, Any]:
     loss = PerSampleLoss(model)
 
     def check(loss: Callable = loss) -> str:
-        return self_check(model, loss, partial(synthetic_batch, model), partial(perturb, model))
+        return self_check(model, loss, partial(synthetic_batch, model))
 
     def too_long(self: Full, name: str, value: PerSample) -> dict[str, PerSample]:
         return {name: Dense(value.dense() * (1.01 if name == "classifier.weight" else 1))}

@@ -138,7 +138,7 @@ MUTANTS = (
     Mutant(
         "a collator may split a record into rows, each clipped by itself, or pack several into one",
         "sampling.py",
-        (("if shape and shape[0] != len(records):", "if False:"),),
+        (("if shape and shape[0] != len(records) and", "if False and"),),
         "tests/test_trainer_guards.py::test_a_row_must_be_a_record[0-splitting]",
     ),
     Mutant(
@@ -155,9 +155,45 @@ MUTANTS = (
     ),
     Mutant(
         "left padding is let in",
-        "losses.py",
+        "independence.py",
         (("if bool((real[..., 1:] & ~real[..., :-1]).any()):", "if False:"),),
         "tests/test_losses_refusals.py::test_batches_that_are_refused",
+    ),
+    Mutant(
+        "padding that nothing marks counts as text, as much of it as the longest neighbour asks for",
+        "sampling.py",
+        (("            refuse_unmarked_padding(records, batch)\n", ""),),
+        "tests/test_trainer_guards.py::test_padding_must_be_marked_and_nothing_flattened",
+    ),
+    Mutant(
+        "rotary embeddings turn with the longest record of a batch",
+        "independence.py",
+        (("        if length > limit:", "        if False:"),),
+        "tests/test_independence.py::test_a_rope_that_turns_with_its_neighbours_is_refused_where_it_does",
+    ),
+    Mutant(
+        "the self-check looks at the plain sum only, in which records may be mixed up",
+        "selfcheck.py",
+        (("dtype=like.dtype, device=like.device) / len(like)", "dtype=like.dtype, device=like.device) * 0 + 1"),),
+        "tests/test_selfcheck.py::test_the_sum_is_checked_record_by_record",
+    ),
+    Mutant(
+        "hooks see the gradient of a record that is alone in its micro-batch",
+        "bookkeeping.py",
+        (("if p._backward_hooks or p._post_accumulate_grad_hooks:", "if False:"),),
+        "tests/test_trainer_guards.py::test_gradient_hooks_are_refused",
+    ),
+    Mutant(
+        "a model that was moved away from its record begins anew",
+        "lineage.py",
+        (("    if marked and not (known", "    if False and not (known"),),
+        "tests/test_lineage.py::test_a_trained_model_that_was_moved_or_saved_by_hand_is_refused",
+    ),
+    Mutant(
+        "a run that was refused for its past is let in when it is tried again",
+        "lineage.py",
+        (("    if events:  # a run", "    if True:  # a run"),),
+        "tests/test_lineage.py::test_a_trained_model_that_was_moved_or_saved_by_hand_is_refused",
     ),
     Mutant(
         "batch statistics are let in (BatchNorm)",

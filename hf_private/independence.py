@@ -1,0 +1,119 @@
+"""Where records would meet: settings of a model and batches in which one record's loss depends on its neighbours.
+
+The bound on a record's influence holds only if its gradient is a function of this record alone. What is known to break
+that is refused here, by name; what nobody has listed is left to the self-check.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from .heads import IGNORE_INDEX, REMEDY, Head
+
+PACKING_KEYS = frozenset(
+    "seq_idx cu_seqlens cu_seq_lens cu_seq_lens_q cu_seq_lens_k cu_seqlens_q cu_seqlens_k "
+    "max_length_q max_length_k max_seqlen max_seqlen_q max_seqlen_k".split()
+)
+
+
+def refuse_model(base: nn.Module, own_loss: bool) -> None:
+    """Settings under which a model's rows are not independent, or its objective is not the head's."""
+    config = getattr(base, "config", None)
+    name = type(base).__name__
+    if own_loss and hasattr(base, "_loss_function"):  # where the setter of `model.loss_function` keeps it
+        raise ValueError(f"`model.loss_function` must not be replaced, got a replaced one ({name}). {REMEDY}")
+    if getattr(config, "output_router_logits", False):
+        raise ValueError(
+            f"`output_router_logits` must be False, got True ({name}). The load-balancing loss couples all records of "
+            "a batch and is never added; set model.config.output_router_logits = False to say that you know."
+        )
+    if getattr(config, "sparse_prediction", False):
+        raise ValueError(
+            f"`sparse_prediction` must be False, got True ({name}). It drops the record axis of the logits; load the "
+            "model with sparse_prediction=False."
+        )
+    if hasattr(config, "expert_capacity"):
+        raise ValueError(
+            f"`model` must route records independently, got {name} with expert_capacity={config.expert_capacity}: "
+            "experts drop tokens once other records have filled them. Use a model without expert capacity."
+        )
+
+
+def rope_limit(config: Any) -> int | None:
+    """Number of tokens from which on the longest record of a batch turns the positions of all others; None for never.
+
+    Rotary embeddings of the kinds "dynamic" and "longrope" choose their frequencies by the largest position in a batch
+    (and "dynamic" keeps them for the batches that follow), once it is beyond the length of the pretraining.
+    """
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    by_layer = [kind for kind in found.values() if isinstance(kind, Mapping)]
+    limits = []
+    for rope in by_layer or [found]:
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        if "dynamic" in kind or kind == "longrope":
+            own = rope.get("original_max_position_embeddings"), getattr(config, "max_position_embeddings", None)
+            limits.append(min((length for length in own if length), default=0))
+    return min(limits, default=None)
+
+
+def refuse_batch(base: nn.Module, head: Head | None, inputs: dict[str, Any], labels: dict[str, Tensor]) -> None:
+    """Batches in which a row is not a record, or in which a record's loss moves with its neighbours' lengths."""
+    packed = sorted(PACKING_KEYS & inputs.keys())
+    if packed:
+        raise ValueError(f"`batch` must hold one record per row, got packed sequences ({packed}). Pad instead.")
+    if inputs.get("output_router_logits"):
+        raise ValueError("`output_router_logits` must be False, got True in the batch: that loss couples all records.")
+    config = getattr(base, "config", None)
+    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    for name in ("attention_mask", "decoder_attention_mask"):
+        _refuse_left_padding(name, inputs.get(name), ids if name == "attention_mask" else None)
+    real = None if mask is None else mask != 0
+
+    positions, limit = inputs.get("position_ids"), rope_limit(config)
+    if limit is not None:
+        tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
+        length = tokens.shape[1] if positions is None else int(positions.max()) + 1
+        if length > limit:
+            raise ValueError(
+                f"`input_ids` must have at most {limit} tokens for {type(base).__name__}, got {length}: beyond that,"
+                " its rotary embeddings turn with the longest record of a batch. Truncate records to that length."
+            )
+    if positions is not None:
+        restarts = positions[..., 1:] <= positions[..., :-1]
+        if bool((restarts if real is None else restarts & real[..., 1:]).any()):
+            raise ValueError("`position_ids` must rise along a row, got a restart: packed sequences. Pad instead.")
+
+    pad, eos = getattr(config, "pad_token_id", None), getattr(config, "eos_token_id", None)
+    ambiguous = pad is None or pad in (eos, getattr(config, "bos_token_id", None))
+    if mask is None and ids is not None and not ambiguous:
+        # Causal attention never sees padding on the right; any other attention does.
+        edge = ids[..., 0] if head is Head.CAUSAL_LM else ids[..., [0, -1]]
+        if bool((edge == pad).any()):
+            raise ValueError("`attention_mask` must be given for a padded batch, got none: padding would be attended.")
+
+    tokens = labels.get("shift_labels", next(iter(labels.values())))
+    if head in (Head.CAUSAL_LM, Head.MASKED_LM, Head.TOKEN_CLASSIFICATION) and real is not None:
+        if tokens.shape == real.shape and bool(((tokens != IGNORE_INDEX) & ~real).any()):
+            raise ValueError("`labels` must be -100 at padding tokens, got others: a record would count its padding.")
+    if head is Head.SEQ2SEQ_LM:
+        counted = tokens != IGNORE_INDEX
+        if "decoder_input_ids" not in inputs and bool((counted[:, 1:] & ~counted[:, :1]).any()):
+            raise ValueError("`labels` must be padded on the right, got -100 at the start. Set padding_side='right'.")
+        if pad is not None and pad != eos and bool((tokens[:, -1] == pad).any()):
+            raise ValueError(f"`labels` must be padded with -100, got pad_token_id={pad}: padding would be counted.")
+
+
+def _refuse_left_padding(name: str, mask: Any, ids: Tensor | None) -> None:
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or (mask.shape != ids.shape if ids is not None else mask.ndim != 2):
+        got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"`{name}` must have one entry per token, got {got}. Other masks may hide packed records.")
+    real = mask != 0
+    if bool((real[..., 1:] & ~real[..., :-1]).any()):
+        raise ValueError(
+            f"`{name}` must be padded on the right, got a 0 before a 1. Left padding shifts a record's positions by "
+            "the length of its neighbours; train with tokenizer.padding_side = 'right' (generation may keep 'left')."
+        )
