@@ -240,8 +240,8 @@ def refuse_unmarked_padding(records: Sequence[Any], batch: Mapping[str, Any]) ->
             "`data_collator` must return an `attention_mask` for records of different lengths, got none: padding would"
             " count as text. Take a collator that pads and masks, such as DataCollatorWithPadding."
         )
-    added = mask.reshape(len(records), -1).ne(0).sum(1).tolist()
-    added = [marked - length for marked, length in zip(added, lengths, strict=True)]
+    marks = np.asarray(mask).reshape(len(records), -1).astype(bool).sum(1).tolist()
+    added = [marked - length for marked, length in zip(marks, lengths, strict=True)]
     most = max(0, added[lengths.index(max(lengths))])
     if max(added) > most:
         raise ValueError(
