@@ -48,6 +48,8 @@ def markdown(plan: dict[str, Any], rows: list[dict], trials: list[tuple[str, flo
         epsilon = "not private" if row["epsilon"] is None else f"{row['epsilon']:g}"
         tail = f"{row['seeds']} | {row['learning_rate']:g} | {row['minutes']:.1f}"
         lines.append(f"| {row['method']} | {epsilon} | {scores} | {tail} |")
+    if reading := plan.get("reading", "").strip():  # what the table says, written by whoever has read it
+        lines += ["", reading]
     if trials:
         lines += ["", f"Learning rates tried ({names[0]} on held-out training records):", ""]
         for method, group in itertools.groupby(trials, key=lambda trial: trial[0]):
