@@ -43,7 +43,8 @@ class BookKeeper:
     # -- attaching and restoring ------------------------------------------------------------------------------
 
     def __enter__(self) -> "BookKeeper":
-        for path, module in self.model.named_modules():
+        modules = list(self.model.named_modules())  # a walk takes a millisecond, and this runs for each micro-batch
+        for path, module in modules:
             if reason := refusal(module):
                 raise UncoveredError(f"`{path}`: {reason}.")
         self._parameters = trainable(self.model)
@@ -55,19 +56,18 @@ class BookKeeper:
                     f"`{name}` must not have a gradient hook, got one: it can see the gradient of a record. Remedy:"
                     " remove it (unset WANDB_WATCH; no layer-wise optimizer)."
                 )
-        self.sharded = any(isinstance(p, DTensor) for p in self.model.parameters())
+        self.sharded = any(isinstance(p, DTensor) for _, m in modules for p in m._parameters.values())
         names = {id(p): name for name, p in self._parameters.items()}
         self._grads = {name: p.grad for name, p in self._parameters.items()}
         for p in self._parameters.values():
             p.grad = None
-        for site in sites(self.model):
+        for site in sites(modules):
             tap = Tap(self, site.module, site.path, {local: names[id(p)] for local, p in site.parameters.items()})
             replacement = site.wrap(tap)
             self._undo.append((site.module, site.attribute, site.module.__dict__.get(site.attribute)))
             site.module.__dict__[site.attribute] = replacement
-        models = [self.model] + [
-            m for m in self.model.modules() if m is not self.model and hasattr(m, "main_input_name")
-        ]
+        inner = [m for _, m in modules[1:] if hasattr(type(m), "main_input_name") or "main_input_name" in m.__dict__]
+        models = [self.model, *inner]  # asking the type: a module is slow to say what it does not have
         self._hooks = [m.register_forward_pre_hook(self._note_batch_size, with_kwargs=True) for m in models]
         return self
 

@@ -73,8 +73,10 @@ def refuse_batch(base: nn.Module, head: Head | None, inputs: dict[str, Any], lab
 
     positions, limit = inputs.get("position_ids"), rope_limit(config)
     if limit is not None:
-        tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
-        length = tokens.shape[1] if positions is None else int(positions.max()) + 1
+        embedded = inputs.get("inputs_embeds")
+        length = 0 if embedded is None else embedded.shape[-2]
+        length = length if ids is None else ids.shape[-1]
+        length = length if positions is None else int(positions.max()) + 1
         if length > limit:
             raise ValueError(
                 f"`input_ids` must have at most {limit} tokens for {type(base).__name__}, got {length}: beyond that,"

@@ -44,6 +44,13 @@ def test_a_rope_that_turns_with_its_neighbours_is_refused_where_it_does(rope, lo
     with pytest.raises(ValueError, match=f"at most {PRETRAINED} tokens for LlamaForCausalLM, got 40.*Truncate"):
         gradient_beside(model, 40)
     torch.testing.assert_close(gradient_beside(model, PRETRAINED), alone)
+    few = {"input_ids": torch.ones(1, 3).long(), "labels": torch.ones(1, 3).long()}
+    for far in (
+        {"position_ids": torch.tensor([[0, 1, 20]])},
+        {"inputs_embeds": torch.ones(1, 20, 32), "input_ids": None},
+    ):
+        with pytest.raises(ValueError, match=f"at most {PRETRAINED} tokens"):
+            PerSampleLoss(model)(model, few | far)
     monkeypatch.setattr("hf_private.independence.rope_limit", lambda config: None)
     assert not torch.allclose(gradient_beside(model, 40), alone), "there was nothing to refuse"
 

@@ -34,7 +34,7 @@ def coverage(model: nn.Module, loss: Callable[[], Tensor]) -> list[Entry]:
     """
     parameters = dict(model.named_parameters())
     rules: dict[int, set[str]] = {}
-    for site in sites(model):
+    for site in sites(model.named_modules()):
         for p in site.parameters.values():  # a tied weight has several sites
             rules.setdefault(id(p), set()).add(_rule(site))
     frozen = {name for name, p in parameters.items() if not p.requires_grad}

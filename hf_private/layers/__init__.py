@@ -8,7 +8,7 @@ use that no rule knows leaves the parameter in autograd's hands, which the BookK
 To add a layer kind: write `rule(tap, *arguments of the function)` in one file here and add it to `RULES`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,10 +90,10 @@ class Site:
         return redirected if run is None else call
 
 
-def sites(model: nn.Module) -> Iterator[Site]:
-    """Every module of `model` that owns trainable parameters, with the way in which they are covered."""
+def sites(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Site]:
+    """Every one of a model's `named_modules()` that owns trainable parameters, with the way they are covered."""
     taken: set[nn.Module] = set()
-    for path, module in model.named_modules():
+    for path, module in modules:
         if module in taken:
             continue
         if has_relative_bias(module):

@@ -108,6 +108,5 @@ def relative_bias(tap: Tap, compute_bias: Callable, args: tuple, kwargs: dict) -
 
 def has_relative_bias(module: nn.Module) -> bool:
     """T5 and its relatives: an embedding of distances, looked up by `compute_bias(query_length, key_length)`."""
-    return isinstance(getattr(module, "relative_attention_bias", None), nn.Embedding) and callable(
-        getattr(module, "compute_bias", None)
-    )
+    table = module._modules.get("relative_attention_bias")
+    return isinstance(table, nn.Embedding) and callable(getattr(module, "compute_bias", None))
