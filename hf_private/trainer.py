@@ -290,7 +290,6 @@ class DPTrainer(PublishingTrainer):
                 "ranks": self.ranks.world_size,
             },
         )
-        mark(model)
         self._mechanism = Mechanism(
             model,
             loss,
@@ -322,6 +321,8 @@ class DPTrainer(PublishingTrainer):
         tokens, no two alike. Override it for a model or a `per_sample_loss` that needs other inputs."""
         return synthetic_batch(self.accelerator.unwrap_model(self.model), batch_size, length, generator)
 
+    # ---- one step
+
     def training_step(
         self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
@@ -334,6 +335,7 @@ class DPTrainer(PublishingTrainer):
             return torch.zeros((), device=self.args.device)
         check_parameters(self._mechanism.model, self._mechanism.parameters)
         self._mechanism.step(self._prepare_inputs(batch) for batch in inputs.micro_batches)
+        mark(self._mechanism.model)  # not sooner: a run that failed before its first step has changed nothing
         if not self._gradients_checked and inputs.size:
             check_gradients(self._mechanism.model, self.dp_config.is_private)
             self._gradients_checked = True

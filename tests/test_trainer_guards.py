@@ -138,6 +138,15 @@ def test_padding_must_be_marked_and_nothing_flattened(tmp_path: Path, collator: 
         tiny.trainer(tmp_path, data_collator=collator).train()
 
 
+def test_a_run_that_failed_before_its_first_step_can_be_tried_again(tmp_path: Path) -> None:
+    made = tiny.trainer(tmp_path, data_collator=Unmasked())
+    with pytest.raises(ValueError, match="attention_mask"):
+        made.train()
+    made.data_collator = tiny.Padding()
+    made.train()
+    assert tiny.steps(tmp_path) == 4
+
+
 def test_a_collator_may_add_a_token_to_every_record(tmp_path: Path) -> None:
     tiny.trainer(tmp_path, data_collator=Ending()).train()
     assert tiny.steps(tmp_path) == 4
