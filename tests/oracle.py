@@ -2,7 +2,9 @@
 
 import torch
 
-from hf_private.bookkeeping import trainable
+from hf_private.bookkeeping import BookKeeper, trainable
+
+EXACT = 1e-8
 
 
 def record(batch: dict, n: int) -> dict:
@@ -32,3 +34,19 @@ def norms(gradients: list[dict[str, torch.Tensor]]) -> torch.Tensor:
 
 def weighted_sum(gradients: list[dict[str, torch.Tensor]], factors: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: sum(c * one[name] for c, one in zip(factors, gradients, strict=True)) for name in gradients[0]}
+
+
+def assert_exact(model, loss, batch, tolerance=EXACT, method=None):
+    """The engine against the oracle: norms, and sums weighted by random factors."""
+    wanted = per_sample_gradients(model, loss, batch)
+    factors = torch.rand(len(wanted), dtype=torch.float64) + 0.5
+    with BookKeeper(model, method) as book:
+        book.backward(loss(model, batch))
+        got_norms, sums = book.norms(), book.weighted_sum(factors)
+    torch.testing.assert_close(got_norms.double(), norms(wanted).double(), rtol=tolerance, atol=0)
+    expected = weighted_sum(wanted, factors)
+    scale = torch.cat([g.flatten() for g in expected.values()]).double().norm()
+    for name, g in expected.items():
+        got = sums[name] if name in sums else torch.zeros_like(g)
+        assert got.dtype in (torch.float32, torch.float64)
+        assert (got.double() - g.double()).norm() <= tolerance * (g.double().norm() + 1e-3 * scale), name

@@ -120,7 +120,7 @@ MUTANTS = (
         "a parameter that no rule covers is trained on autograd's gradient of all records",
         "bookkeeping.py",
         (("if reached and self.batch_size > 1:", "if False:"),),
-        "tests/test_bookkeeping.py::test_an_uncovered_use_is_an_error_by_name_and_exact_in_a_batch_of_one",
+        "tests/test_bookkeeping_refusals.py::test_an_uncovered_use_is_an_error_by_name_and_exact_in_a_batch_of_one",
     ),
     Mutant(
         "per-layer clipping is accepted, and flat",
@@ -199,7 +199,7 @@ MUTANTS = (
         "batch statistics are let in (BatchNorm)",
         "layers/__init__.py",
         (("if isinstance(module, _BatchNorm) and", "if False and"),),
-        "tests/test_bookkeeping.py::test_modules_that_mix_records_are_refused_with_path_and_remedy",
+        "tests/test_bookkeeping_refusals.py::test_modules_that_mix_records_are_refused_with_path_and_remedy",
     ),
     # ---- noise
     Mutant(
@@ -491,7 +491,7 @@ MUTANTS = (
         "a line that a crash left unfinished is not charged",
         "ledger.py",
         (("if self.unfinished and self._chain.event is not None:", "if False:"),),
-        "tests/test_ledger.py::test_torn_at_every_byte",
+        "tests/test_ledger_damage.py::test_torn_at_every_byte",
     ),
     Mutant(
         "no epsilon and no noise given means no noise, silently",
@@ -516,13 +516,13 @@ MUTANTS = (
         "GEP's two releases are charged as one",
         "methods/anchors.py",
         (("return (noise_multiplier * math.sqrt(2),) * 2 if", "return (noise_multiplier * math.sqrt(2),) if"),),
-        "tests/test_anchors.py::test_golden_epsilon",
+        "tests/test_anchors_sensitivity.py::test_golden_epsilon",
     ),
     Mutant(
         "GEP's residual norm from a float32 difference, without slack",
         "methods/anchors.py",
         (("clamp_min(0) + self.slack * sq_norm", "clamp_min(0)"),),
-        "tests/test_anchors.py::test_no_gradient_releases_more_than_both_clip_norms",
+        "tests/test_anchors_sensitivity.py::test_no_gradient_releases_more_than_both_clip_norms",
     ),
     Mutant(
         "left carrier is not orthonormal",
