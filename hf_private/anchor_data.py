@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from .bookkeeping import BookKeeper
+from .collating import length_of, split
 from .config import DPConfig
 from .heads import Head, head_of
 from .losses import LABEL_NAMES, PerSampleLoss
 from .methods.anchors import Anchors
 from .methods.full import Method
 from .persample import PerSample
-from .sampling import length_of, split
 from .synthetic import random_labels
 
 NUMBERING = ("id", "idx", "index")

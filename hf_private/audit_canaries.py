@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from .audit import CONFIDENCE, OneRun, guess_coins
 from .bookkeeping import BookKeeper
+from .collating import LogicalBatch
 from .config import DPConfig
 from .losses import LABEL_NAMES, PerSampleLoss
-from .sampling import LogicalBatch
 from .trainer import DPTrainer
 from .validate import whole
 

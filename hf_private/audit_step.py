@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from .bookkeeping import BookKeeper
 from .clipping import Clipping
+from .collating import LogicalCollator, length_of, split
 from .commands.coverage import Entry, coverage
 from .losses import PerSampleLoss
 from .mechanism import Mechanism
 from .methods.full import Method
 from .noise import NoiseSource
 from .ranks import Ranks
-from .sampling import LogicalCollator, length_of, split
 from .selfcheck import tolerance
 from .trainer import DPTrainer
 

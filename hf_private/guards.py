@@ -1,14 +1,14 @@
 """What must be true of a run before its update is trusted: of its data, on all ranks, its optimizer, its gradients."""
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from datasets.fingerprint import Hasher
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments, set_seed
 from transformers.utils import logging
 
 from .bookkeeping import trainable
@@ -135,7 +135,8 @@ def order_of(dataset: Any) -> tuple[int, str | None] | None:
     """Number of records, and a hash of some, by which ranks see that they hold the same records in the same order.
 
     A draw is a set of positions, shared out among the ranks: with another order on each, one record could be in it
-    twice. The hash is None for datasets that may give another view of a record whenever they are asked.
+    twice. A dataset may augment what it gives, so the global generators are seeded first, to be seeded anew before
+    training. The hash is None for one that draws from generators of its own.
 
     >>> order_of(["a", "b"]) == order_of(["b", "a"])
     False
@@ -144,7 +145,22 @@ def order_of(dataset: Any) -> tuple[int, str | None] | None:
         return None
     size = len(dataset)
     plain = dataset.with_format(None) if hasattr(dataset, "with_format") else dataset
-    if plain is dataset and not isinstance(dataset, list | tuple):
-        return size, None
-    some = [plain[index] for index in range(0, size, max(1, size // SAMPLES))]
-    return size, hashlib.sha256(repr(some).encode()).hexdigest()
+    hashes = set()
+    for _ in range(2):
+        set_seed(0)
+        hashes.add(Hasher.hash([plain[index] for index in range(0, size, max(1, size // SAMPLES))]))
+    return size, hashes.pop() if len(hashes) == 1 else None
+
+
+def check_order(ranks: Ranks, dataset: Any) -> None:
+    """The ranks must hold the same records in the same order, and it must be possible to see that."""
+    if ranks.world_size == 1:
+        return
+    order = order_of(dataset)
+    ranks.same(train_dataset=order)
+    if order is not None and order[1] is None:
+        raise ValueError(
+            f"`train_dataset` ({type(dataset).__name__}) must give equal records for equal seeds, got others each"
+            " time: it cannot be seen whether the ranks hold the same records, and one on two of them would count"
+            " twice. Augment in the data collator, or by the global generators of random, numpy or torch."
+        )

@@ -24,6 +24,7 @@ from .bookkeeping import BookKeeper
 from .clipping import Clipping
 from .methods.full import Full, Method
 from .noise import NoiseSource, reseed_global
+from .precision import full_precision
 from .ranks import Ranks
 from .shards import Shards, together, wide
 
@@ -82,7 +83,8 @@ class Mechanism:
         self.ranks.begin_step(self.parameters)
         if not self.noise.reproducible:
             reseed_global()  # a dropout mask that can be replayed is a side channel
-        sums = together(self.ranks, self.model, self._clipped_sums, micro_batches)
+        with full_precision(next(iter(self.parameters.values())).device):
+            sums = together(self.ranks, self.model, self._clipped_sums, micro_batches)
         self.ranks.add_up({block: sums[block] for block in sums if block not in self.shards.rows})
         stds = self.method.stds(self.noise_multiplier, self.clipping.clip_norm)
         self.noise.add_(self.steps, sums, stds, {b: x for b, x in self.shards.offsets().items() if b in sums})

@@ -19,6 +19,7 @@ from typing import Any
 from huggingface_hub import HfApi
 
 from . import __version__
+from .curve import CURVE_FILE
 from .record import RECORD
 
 LOCAL = {  # pattern of a file's or a folder's name -> why it stays here
@@ -48,6 +49,11 @@ LOCAL = {  # pattern of a file's or a folder's name -> why it stays here
 }
 KEPT = (".gitattributes",)
 MODEL_FILES = ("*config.json", "*vocab*.json", "*token*.json", "*.index.json", "chat_template.json", RECORD)
+PUBLISHED = (  # what a model, its card and its use consist of; a copy of the data can have any other name
+    *MODEL_FILES,
+    *("*.safetensors", "*.md", "*.py", "*.jinja", CURVE_FILE, "LICENSE*", "NOTICE*", ".gitattributes"),
+    *("vocab.txt", "merges.txt", "*.model", "*.tiktoken", "normalizer.json", "all_results.json", "eval_results.json"),
+)
 UNNOISED = re.compile(r'"(nonprivate_\w+|train_loss|loss|grad_norm|num_input_tokens_seen)"\s*:')
 TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}\b")
 TEXT = (".json", ".md", ".txt", ".yaml", ".yml", ".py", ".jinja")
@@ -87,6 +93,8 @@ def scan(folder: str | Path) -> Release:
         path = folder / name
         if reason := reason_to_stay(name):
             left_out[name] = reason
+        elif not any(fnmatch(path.name, pattern) for pattern in PUBLISHED):
+            left_out[name] = "no file that a model needs: upload it by hand, if anyone may see it"
         elif path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
             left_out[name] = "a link out of the folder"
         elif path.suffix in TEXT and (text := path.read_text(encoding="utf-8", errors="replace")):

@@ -4,12 +4,15 @@ Rules know layer kinds; models combine them in ways that nobody listed. So befor
 plain autograd, on synthetic inputs, for batches of 1 to 7 records: what is not exact is refused, never wrong.
 """
 
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .bookkeeping import BookKeeper, trainable
 from .layers import REMEDY
@@ -34,10 +37,13 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Eval mode for the length of the check; modes, buffers and random state are put back."""
     modes = {module: module.training for module in model.modules()}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    generators = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             yield
     finally:
+        random.setstate(generators[0])
+        np.random.set_state(generators[1])
         for module, mode in modes.items():
             module.training = mode
         with torch.no_grad():
@@ -62,7 +68,7 @@ def self_check(
     sizes = BATCH_SIZES if records_meet else BATCH_SIZES[:1]
     dtype = dtype or (next(iter(trainable(model).values())).dtype if trainable(model) else torch.float32)
     with _undisturbed(model):
-        _check_buffers(model, per_sample_loss, make_batch(1, LENGTH))
+        _check_state(model, per_sample_loss, make_batch(1, LENGTH))
         model.eval()
         batch = make_batch(sizes[-1], LENGTH)
         norms = _norms(model, per_sample_loss, batch)
@@ -78,6 +84,10 @@ def self_check(
             mixed = {key: torch.cat([other[key][:1], rows[1:]]) for key, rows in batch.items()}
             others = _norms(model, per_sample_loss, mixed)
             _check_norms("beside another first record", norms[1:], others[1:], tolerance(dtype))
+            model.train()  # some models let records meet in training only; equal seeds drop out the same
+            norms, others = (_norms(model, per_sample_loss, one, seed=0)[1:] for one in (batch, mixed))
+            _check_norms("beside another first record in training mode", norms, others, tolerance(dtype))
+            model.eval()
         _check_sum(model, per_sample_loss, batch, tolerance(dtype))
     seconds = time.perf_counter() - start
     return (
@@ -85,7 +95,10 @@ def self_check(
     )
 
 
-def _norms(model: nn.Module, loss: Callable, batch: Batch) -> Tensor:
+def _norms(model: nn.Module, loss: Callable, batch: Batch, seed: int | None = None) -> Tensor:
+    if seed is not None:
+        for generator in (random.seed, np.random.seed, torch.manual_seed):
+            generator(seed)
     with BookKeeper(model) as book:
         book.backward(loss(model, batch))
         return book.norms()
@@ -153,16 +166,28 @@ def _check_norms(where: str, norms: Tensor, others: Tensor, limit: float) -> Non
         )
 
 
-def _check_buffers(model: nn.Module, loss: Callable, batch: Batch) -> None:
-    """A buffer that training changes would carry un-noised statistics of the data into the checkpoint."""
+def _check_state(model: nn.Module, loss: Callable, batch: Batch) -> None:
+    """What a forward pass changes would carry un-noised statistics of the data into the checkpoint."""
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    written = _writes(model)
     model.train()
     with torch.no_grad():
         loss(model, batch)
-    if changed := [name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])]:
+    changed = [name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])]
+    changed += [name for name, count in _writes(model).items() if count != written.get(name, count)]
+    if changed:
         raise SelfCheckError(
-            f"{_list(changed)}: a buffer that changes in training would leak data. Remedy: replace the module."
+            f"{_list(changed)}: a buffer or a weight that a forward pass changes would leak data. Remedy: replace the"
+            " module, or build it without what changes it (a batch statistic, `max_norm`)."
         )
+
+
+def _writes(model: nn.Module) -> dict[str, int]:
+    """How often each parameter was written to, as torch counts; a copy to compare with would double a large model.
+
+    Not of shards, which FSDP2 itself gathers and writes.
+    """
+    return {name: p._version for name, p in model.named_parameters() if not isinstance(p, DTensor)}
 
 
 def _rows(batch: Batch, rows: list[int]) -> dict[str, Tensor]:

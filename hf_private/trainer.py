@@ -24,6 +24,7 @@ from .bookkeeping import trainable
 from .callbacks import PrivacyCallback
 from .checkpoint import LEDGER, Spending, last_checkpoint
 from .clipping import Clipping
+from .collating import LogicalBatch, LogicalCollator
 from .config import DPConfig, refusals
 from .facts import public_facts
 from .guards import (
@@ -31,10 +32,10 @@ from .guards import (
     check_gradients,
     check_layout,
     check_optimizer,
+    check_order,
     check_parameters,
     check_ranks,
     check_size,
-    order_of,
 )
 from .heads import base_model
 from .keystream import Key
@@ -45,7 +46,7 @@ from .methods.full import Method
 from .noise import NoiseSource, reseed_global
 from .publishing import PublishingTrainer, own_arguments
 from .ranks import Ranks
-from .sampling import LogicalBatch, LogicalCollator, PoissonLoader, PoissonSampler
+from .sampling import PoissonLoader, PoissonSampler
 from .selfcheck import LENGTH, self_check
 from .shards import together
 from .synthetic import synthetic_batch
@@ -179,7 +180,8 @@ class DPTrainer(PublishingTrainer):
                     held.callback(lambda: remember(self.model, self.spending.record()))
                 self.ranks.agree(check_layout, resume_from_checkpoint, self)
                 self.expected_batch_size = self.ranks.first(self._resolve_batch_size, bool(resume_from_checkpoint))
-                self.ranks.same(dp_config=self.dp_config.to_dict(), train_dataset=order_of(self.train_dataset))
+                self.ranks.same(dp_config=self.dp_config.to_dict())
+                check_order(self.ranks, self.train_dataset)
                 self._keys = self._draw_keys()
                 reseed_global()
                 output = super().train(resume_from_checkpoint, None, ignore_keys_for_eval)

@@ -381,3 +381,31 @@ def test_gradient_checkpointing_changes_nothing(name, reentrant):
             sums.append(book.weighted_sum(torch.ones(3)))
     for block, value in sums[0].items():
         torch.testing.assert_close(sums[1][block], value, rtol=EXACT, atol=1e-12)
+
+
+class Projected(nn.Module):
+    """A linear layer that reads an embedding directly, as OPT's does."""
+
+    main_input_name = "ids"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(9, 8), nn.Linear(8, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.words(ids))
+
+
+def test_a_target_behind_a_trainable_embedding_is_exact():
+    torch.manual_seed(0)
+    model, ids = Projected().double(), torch.randint(9, (3, 5))
+    method = Carriers({"head.weight": Target(4)})
+    method.attach(dict(model.named_parameters()))
+    method.begin_step(0)
+    with BookKeeper(model, method) as book:
+        book.backward(model(ids).square().sum((1, 2)))
+        sums = dict(method.clipped_sums(book.take(), Clipping(clip_norm=math.inf)))
+    model(ids).square().sum().backward()
+    got = method.gradients(sums)
+    for name, p in model.named_parameters():  # rank 4 of 4: the projection is the gradient itself
+        torch.testing.assert_close(got[name], p.grad)

@@ -12,7 +12,7 @@ PACKAGE = Path(hf_private.__file__).parent
 
 ROOMS = {
     0: {"validate", "keystream", "prv", "accountants"},
-    1: {"persample", "clipping", "noise", "sampling", "accounting"},
+    1: {"persample", "clipping", "noise", "precision", "sampling", "accounting"},
     2: {"ledger", "layers", "methods"},
     3: {"bookkeeping"},
     4: {"mechanism", "ranks", "selfcheck", "shards"},
@@ -28,6 +28,7 @@ ROOMS = {
             "lineage",
             "synthetic",
             "checkpoint",
+            "collating",
         ),
         *("anchor_config", "anchor_data"),
         *("guards", "cards", "composition", "curve", "record", "release", "schema", "snapshot", "verification"),

@@ -48,6 +48,30 @@ def test_without_noise_the_step_is_the_papers_formula(name):
         torch.testing.assert_close(model.get_parameter(name).grad, wanted / 4, rtol=1e-6, atol=1e-12)
 
 
+def test_coarse_products_and_autocast_around_a_step_change_nothing():
+    """A ghost norm of rounded operands can be far too small; PEFT's notebooks train inside an autocast."""
+    model, loss = cases.build("bert", torch.float32)
+    batch, seen = cases.make_batch(model.eval(), 6), []
+
+    def watched(model, batch):
+        places = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+        seen.append(({place.fp32_precision for place in places}, torch.is_autocast_enabled("cpu")))
+        return loss(model, batch)
+
+    make(model, watched).step([batch])
+    wanted = gradients(model)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            make(model, watched).step([batch])
+        assert torch.get_float32_matmul_precision() == "medium", "it is put back"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert seen == [({"ieee"}, False)] * 2
+    for name, got in gradients(model).items():
+        assert torch.equal(got, wanted[name]), name
+
+
 @pytest.mark.parametrize("mode", ["flat", "automatic", "per-layer"])
 @pytest.mark.parametrize("size", [1, 4])
 def test_micro_batches_change_the_speed_only(mode, size):

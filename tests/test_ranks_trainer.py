@@ -58,6 +58,8 @@ def test_the_budget_stops_all_ranks_at_the_same_step(results: dict, world: int) 
 def test_other_data_or_no_checkpoint_is_an_error_on_all(results: dict, world: int) -> None:
     for rank, found in enumerate(result["trainer"] for result in results[world]):
         assert "`train_dataset` must be the same on all ranks" in found["other data"]
+        assert "`train_dataset` must be the same on all ranks" in found["other split"]
+        assert "`train_dataset` (Augmented) must give equal records for equal seeds" in found["own generator"]
         assert found["no checkpoint"].startswith("ValueError" if rank == 0 else "RankError")
         assert "no complete checkpoint" in found["no checkpoint"]
         assert "`seed` must be the same on all ranks, got 42 on rank 0 and 43 on rank 1" in found["other seed"]

@@ -33,6 +33,7 @@ FORBIDDEN = [
     ".env",
     ".cache/huggingface/x",
 ]
+UNKNOWN = ["train.json", "train.tsv", "notes.txt", "features.npy", "data.h5", "train.csv.gz", "all.zip", "scan.png"]
 PUBLIC = [
     "model-00001-of-00002.safetensors",
     "model.safetensors.index.json",
@@ -58,10 +59,11 @@ def put(folder: Path, name: str, content: str = "{}") -> None:
 def test_every_file_is_decided_by_name(tmp_path: Path) -> None:
     folder = saved_model(tmp_path)
     before = set(scan(folder).files)
-    for name in FORBIDDEN + PUBLIC:
+    for name in FORBIDDEN + UNKNOWN + PUBLIC:
         put(folder, name)
     release = scan(folder)
-    assert set(release.left_out) == set(FORBIDDEN)
+    assert set(release.left_out) == {*FORBIDDEN, *UNKNOWN}
+    assert all("no file that a model needs" in release.left_out[name] for name in UNKNOWN)
     assert set(release.files) == before | set(PUBLIC)
     assert {"README.md", "privacy.json", "model.safetensors", "config.json"} <= set(release.files)
     assert release.refused == {}
@@ -109,8 +111,8 @@ def test_refusals_name_the_file_and_a_remedy(tmp_path: Path, name: str, content:
 def test_links_out_of_the_folder_are_left_out(tmp_path: Path) -> None:
     folder = saved_model(tmp_path / "model")
     (tmp_path / "secret.txt").write_text("secret")
-    (folder / "notes.txt").symlink_to(tmp_path / "secret.txt")
-    assert scan(folder).left_out == {"notes.txt": "a link out of the folder"}
+    (folder / "notes.md").symlink_to(tmp_path / "secret.txt")
+    assert scan(folder).left_out == {"notes.md": "a link out of the folder"}
 
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from hf_private.collating import LogicalBatch, LogicalCollator, split
 from hf_private.keystream import Key, Keystream
-from hf_private.sampling import LogicalBatch, LogicalCollator, PoissonLoader, PoissonSampler, split
+from hf_private.sampling import PoissonLoader, PoissonSampler
 
 KEY = bytes(range(32))
 

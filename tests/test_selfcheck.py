@@ -56,13 +56,25 @@ class Mixed(nn.Module):
             logits = logits - logits.mean(0, keepdim=True).tanh()
         if self.how == "neighbour":
             logits = logits + 0.3 * logits.roll(1, 0)
+        if self.how == "training" and self.training:
+            logits = logits + 0.3 * logits.roll(1, 0)
+        if self.how == "weight":
+            with torch.no_grad():
+                self.inner.classifier.weight.clamp_(-1e9, 1e9)
         if self.how == "buffer" and self.training:
             self.seen += logits.detach().mean()
         return hf.modeling_outputs.SequenceClassifierOutput(logits=logits)
 
 
 @pytest.mark.parametrize(
-    ("how", "match"), [("statistic", "independent"), ("neighbour", "independent"), ("buffer", "seen")]
+    ("how", "match"),
+    [
+        ("statistic", "independent"),
+        ("neighbour", "independent"),
+        ("training", "in training mode"),
+        ("buffer", "seen"),
+        ("weight", "inner.classifier.weight"),
+    ],
 )
 def test_models_whose_records_meet_are_refused(how, match):
     model = Mixed(how)

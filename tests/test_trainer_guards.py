@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import tiny
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset, Subset
 from transformers import Trainer, TrainerCallback
 
 from hf_private.config import DPConfig
+from hf_private.guards import order_of
 from hf_private.trainer import DPTrainer
 
 # ---- guards
@@ -93,6 +97,25 @@ def test_a_row_must_be_a_record(tmp_path: Path, collator: Any, workers: int) -> 
         made.train()
 
 
+class Noisy(Dataset):
+    """Augments by numpy's global generator."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return index, np.random.rand()
+
+
+def test_the_order_of_records_shows() -> None:
+    """By it ranks see whether they share the records, whatever class holds them."""
+    records = tiny.text()
+    orders = [order_of(x) for x in (records, records[::-1], Subset(records, range(9)), Subset(records, range(1, 10)))]
+    assert len(set(orders)) == 4 and all(order[1] for order in orders)
+    assert order_of(datasets.Dataset.from_list(records)) == order_of(datasets.Dataset.from_list(records))
+    assert order_of(Noisy()) == order_of(Noisy()) and order_of(Noisy())[1]
+
+
 class Unmasked(tiny.Padding):
     """Padding that nothing marks."""
 
@@ -108,6 +131,33 @@ class AllMarked(tiny.Padding):
     def __call__(self, records: list[dict]) -> dict[str, Tensor]:
         batch = super().__call__(records)
         return batch | {"attention_mask": torch.ones_like(batch["attention_mask"])}
+
+
+class Embedded(tiny.Padding):
+    """Vectors instead of tokens, padded with zeros, their mask as `marked`: None, of ones, or right."""
+
+    def __init__(self, marked: str | None) -> None:
+        self.marked = marked
+
+    def __call__(self, records: list[dict]) -> dict[str, Tensor]:
+        vectors = [record["inputs_embeds"] for record in records]
+        batch = {"inputs_embeds": pad_sequence(vectors, True), "labels": torch.tensor([r["labels"] for r in records])}
+        mask = pad_sequence([torch.ones(len(x)) for x in vectors], True)
+        masks = {None: {}, "all": {"attention_mask": torch.ones_like(mask)}, "right": {"attention_mask": mask}}
+        return batch | masks[self.marked]
+
+
+@pytest.mark.parametrize("marked", [None, "all", "right"])
+def test_padding_of_what_is_not_tokens_must_be_marked_too(tmp_path: Path, marked: str | None) -> None:
+    records = [{"inputs_embeds": torch.randn(n, 8), "labels": n % 2} for n in range(2, 16)]
+    model = tiny.bert(hidden_size=8)
+    model.get_input_embeddings().requires_grad_(False)  # nobody looks a word up
+    made = tiny.trainer(tmp_path, model, records=records, data_collator=Embedded(marked))
+    if marked == "right":
+        made.train()
+        return
+    with pytest.raises(ValueError, match="must return a mask beside `inputs_embeds`.*per_device_train_batch_size=1"):
+        made.train()
 
 
 class Ending(tiny.Padding):

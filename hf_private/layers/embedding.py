@@ -11,7 +11,7 @@ from .tap import Tap, UncoveredError
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, anchor, index: Tensor, weight: Tensor, padding_idx: int | None, tap: Tap, name: str) -> Tensor:
-        ctx.tap, ctx.name, ctx.padding_idx, ctx.shape = tap, name, padding_idx, weight.shape
+        ctx.tap, ctx.parameter, ctx.padding_idx, ctx.shape = tap, name, padding_idx, weight.shape
         ctx.save_for_backward(index)
         return F.embedding(index, weight)
 
@@ -22,7 +22,7 @@ class _Embedding(torch.autograd.Function):
         ds = ds.reshape(*index.shape, ds.shape[-1])
         if ctx.padding_idx is not None:
             ds = ds.masked_fill((index == ctx.padding_idx % ctx.shape[0]).unsqueeze(-1), 0)
-        ctx.tap.observe(ctx.name, Rows(index, ds, ctx.shape))
+        ctx.tap.observe(ctx.parameter, Rows(index, ds, ctx.shape))
         return None, None, None, None, None, None
 
 

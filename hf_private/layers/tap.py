@@ -107,12 +107,12 @@ class _Copies(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, anchor: Tensor, parameter: Tensor, tap: Tap, name: str) -> Tensor:
-        ctx.tap, ctx.name = tap, name
+        ctx.tap, ctx.parameter = tap, name
         return parameter.unsqueeze(0).repeat(tap.batch_size, *[1] * parameter.dim())
 
     @staticmethod
     def backward(ctx, g: Tensor) -> tuple:
-        ctx.tap.observe(ctx.name, Dense(g))
+        ctx.tap.observe(ctx.parameter, Dense(g))
         return None, None, None, None
 
 

@@ -1,6 +1,7 @@
 """What goes wrong on one rank, and what all of them hear of it."""
 
 import os
+import random
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from engine import RECORDS, anchors, batch_of, failure, mechanism, replicated, s
 from runs import charged, make
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.data import Dataset, random_split
 
 from hf_private.ledger import LedgerError
 from hf_private.losses import PerSampleLoss
@@ -114,12 +116,29 @@ def dies_in_shards(folder: Path, ranks: Ranks) -> None:
 # ---- DPTrainer
 
 
+class Augmented(Dataset):
+    """Drops a token of every record, by a generator that nobody can seed."""
+
+    generator = random.SystemRandom()
+
+    def __len__(self) -> int:
+        return len(RECORDS)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids = list(RECORDS[index]["input_ids"])
+        ids.pop(self.generator.randrange(len(ids)))
+        return {**RECORDS[index], "input_ids": ids}
+
+
 def trainer_errors(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """What a DPTrainer on every rank hears of a failure on one."""
     world, second = ranks.world_size, ranks.rank == 1
     found = {"ledger": ledger_fails(folder / f"ledger-{world}", ranks), "budget": budget(folder / f"budget-{world}")}
     records = RECORDS[::-1] if second else RECORDS
     found["other data"] = failure(lambda: make(folder / f"data-{world}", records=records).train())
+    split = random_split(RECORDS, (30, 10), torch.Generator().manual_seed(ranks.rank))[0]  # as without a seed
+    found["other split"] = failure(lambda: make(folder / f"split-{world}", records=split).train())
+    found["own generator"] = failure(lambda: make(folder / f"own-{world}", records=Augmented()).train())
     found["no checkpoint"] = failure(lambda: make(folder / f"none-{world}").train(resume_from_checkpoint=True))
     found["other seed"] = failure(lambda: make(folder / f"seed-{world}", seed=43 if second else 42).train())
     found["self-check"] = self_check_fails(folder / f"check-{world}", ranks)

@@ -137,7 +137,7 @@ MUTANTS = (
     # ---- records that meet
     Mutant(
         "a collator may split a record into rows, each clipped by itself, or pack several into one",
-        "sampling.py",
+        "collating.py",
         (("if shape and shape[0] != len(records) and", "if False and"),),
         "tests/test_trainer_guards.py::test_a_row_must_be_a_record[0-splitting]",
     ),
@@ -161,9 +161,54 @@ MUTANTS = (
     ),
     Mutant(
         "padding that nothing marks counts as text, as much of it as the longest neighbour asks for",
-        "sampling.py",
+        "collating.py",
         (("            refuse_unmarked_padding(records, batch)\n", ""),),
         "tests/test_trainer_guards.py::test_padding_must_be_marked_and_nothing_flattened",
+    ),
+    Mutant(
+        "padding of vectors or images that nothing marks counts as content",
+        "collating.py",
+        (("            if not any(_grows(", "            if False and not any(_grows("),),
+        "tests/test_trainer_guards.py::test_padding_of_what_is_not_tokens_must_be_marked_too",
+    ),
+    Mutant(
+        "norms of operands that TF32 or an autocast around train() has rounded",
+        "mechanism.py",
+        (("with full_precision(next(iter(self.parameters.values())).device):", "if True:"),),
+        "tests/test_mechanism.py::test_coarse_products_and_autocast_around_a_step_change_nothing",
+    ),
+    Mutant(
+        "fast noise that ends at 5.8 deviations",
+        "noise.py",
+        (
+            ("torch.empty(len(chunks), 2, _FAST_CHUNK", "torch.empty(len(chunks), 1, _FAST_CHUNK"),
+            (".mul_(math.sqrt(0.5)).view(-1)[start", ".view(-1)[start"),
+        ),
+        "tests/test_noise.py::test_fast_normals_reach_8_sigma",
+    ),
+    Mutant(
+        "records that meet in training mode only",
+        "selfcheck.py",
+        (("            model.train()  # some models", "            model.eval()  # some models"),),
+        "tests/test_selfcheck.py::test_models_whose_records_meet_are_refused",
+    ),
+    Mutant(
+        "a frozen weight that a forward pass changes",
+        "selfcheck.py",
+        (("    changed += [name for name, count in _writes", "    [name for name, count in _writes"),),
+        "tests/test_selfcheck.py::test_models_whose_records_meet_are_refused",
+    ),
+    Mutant(
+        "copies of the data are pushed, if they have a name that nobody thought of",
+        "release.py",
+        (("elif not any(fnmatch(path.name, pattern) for pattern in PUBLISHED):", "elif False:"),),
+        "tests/test_release.py::test_every_file_is_decided_by_name",
+    ),
+    Mutant(
+        "ranks that hold other records of a torch dataset",
+        "guards.py",
+        (("hashes.pop() if len(hashes) == 1 else None", "None"),),
+        "tests/test_trainer_guards.py::test_the_order_of_records_shows",
     ),
     Mutant(
         "rotary embeddings turn with the longest record of a batch",
@@ -272,7 +317,7 @@ MUTANTS = (
         "tests/test_noise.py::test_a_step_is_used_once_and_steps_increase",
     ),
     Mutant(
-        "noise rounded to bfloat16 before it is added",
+        "noise rounded to float32 before it is added",
         "noise.py",
         (
             (
@@ -280,7 +325,7 @@ MUTANTS = (
                 ".view(piece.shape)\n                piece.add_(noise.to(piece.dtype))",
             ),
         ),
-        "tests/test_noise.py::test_bfloat16_is_the_float64_sum_rounded_once",
+        "tests/test_noise.py::test_the_float64_sum_is_rounded_once",
     ),
     Mutant(
         "keys from args.seed, which is published",
