@@ -29,10 +29,19 @@ class PrivacyCallback(TrainerCallback):
 
     def __init__(self, spending: Spending | str | Path, target_delta: float = 1e-5) -> None:
         self.spending = spending if isinstance(spending, Spending) else Spending(spending, target_delta)
+        self._training = False
 
     def epsilon(self, exact: bool = False) -> float:
         """Epsilon spent so far: a quick upper bound, or the accountant's value."""
         return self.spending.epsilon() if exact else self.spending.quick_epsilon()
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """From here on a log entry must not take the accountant's seconds."""
+        self._training = True
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """From here on it may."""
+        self._training = False
 
     def on_log(
         self,
@@ -45,7 +54,7 @@ class PrivacyCallback(TrainerCallback):
         """Add epsilon to what is being logged, and to its copy in the history."""
         if logs is None or "epsilon" in logs or not self.spending.writes:
             return
-        epsilon = self.epsilon(exact="train_runtime" in logs)
+        epsilon = self.epsilon(exact="train_runtime" in logs or not self._training)
         shown = {"epsilon": "inf", "privacy": NOT_PRIVATE} if math.isinf(epsilon) else {"epsilon": epsilon}
         for entry in (logs, *state.log_history[-1:]):
             entry.update(shown)

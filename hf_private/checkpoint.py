@@ -204,13 +204,25 @@ class Spending:
             budget = self.target_epsilon, self.target_delta, sample_rate, steps, self.accountant
             return accounting.calibrate(*budget, spent=spent, records_per_unit=self.records_per_unit)
 
-        noise_multiplier = needed(self.events)
-        if self.events and noise_multiplier > USELESS * needed(()):
+        alone = needed(())
+        if not self.events:
+            return alone
+        spent = f"Epsilon {self.epsilon():.4g} of `target_epsilon` {self.target_epsilon:g} is spent"
+        by_whom = "by earlier runs in this folder, or by the model that this one starts from"
+        try:
+            noise_multiplier = needed(self.events)
+        except BudgetExceeded:
+            noise_multiplier = math.inf
+        if noise_multiplier > USELESS * alone:
             raise BudgetExceeded(
-                f"Epsilon {self.epsilon():.4g} of `target_epsilon` {self.target_epsilon:g} is spent: {steps} more"
-                f" steps would need the noise multiplier {noise_multiplier:g}, which drowns all they could learn. Keep"
-                " the last checkpoint, or raise `target_epsilon`."
+                f"{spent}, {by_whom}: {steps} more steps would need the noise multiplier {noise_multiplier:g}, which"
+                " drowns all they could learn. Keep what you have, raise `target_epsilon`, or begin anew: from an"
+                " untrained model, in a new output_dir."
             )
+        logger.warning(
+            f"{spent}, {by_whom}. It counts here too: the noise multiplier is {noise_multiplier:.4g}, in a first run"
+            f" it would be {alone:.4g}. For a fresh model take a new output_dir."
+        )
         return noise_multiplier
 
     def begin(self, settings: dict[str, Any]) -> None:

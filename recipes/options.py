@@ -103,7 +103,7 @@ def parse(
     parser.add_argument("--config", help="YAML file with any of these settings")
     settings = read_settings(given.config, given.method, {action.dest for action in parser._actions})
     for name in NESTED:
-        asked = json.loads(getattr(given, name) or "{}")
+        asked = _object(name, getattr(given, name))
         preset = METHODS[settings["method"]].get(name)
         if asked and preset is None:
             raise ValueError(f"`--{name}` must come with a method that has them, got --method {settings['method']}.")
@@ -115,18 +115,35 @@ def parse(
     if settings["method"] == "np" or str(nonprivate).lower() in ("true", "1", "yes"):
         settings |= {"nonprivate": True, "target_epsilon": None, "noise_multiplier": 0.0, "clip_norm": math.inf}
     parser.set_defaults(**settings)
+    if all(settings.get(name) is None for name in BUDGET) and not {"-h", "--help"} & set(rest):
+        raise ValueError("A budget must be given: `--target_epsilon 8`, or a file that has one (`--config`).")
     options, dp_config, args, _ = parser.parse_args_into_dataclasses(rest, look_for_args_file=False)
+    if "output_dir" not in settings and not any(word.split("=")[0] == "--output_dir" for word in rest):
+        raise ValueError("`--output_dir` must be given: all runs in one folder share its ledger and its budget.")
     return options, dp_config, args
+
+
+def _object(name: str, text: str | None) -> dict[str, Any]:
+    """The fields of `--carriers` or `--anchors`, given as a JSON object."""
+    try:
+        return dict(json.loads(text or "{}"))
+    except (ValueError, TypeError) as error:
+        example = {"carriers": '{"r": 4}', "anchors": '{"k": 100}'}[name]
+        raise ValueError(f"`--{name}` must be a JSON object, as '{example}', got {text!r}.") from error
 
 
 def read_settings(path: str | None, method: str | None, known: set[str]) -> dict[str, Any]:
     """The file's settings for one method (its own, unless told); an unknown name is an error."""
-    settings = yaml.safe_load(Path(path).read_text()) if path else {}
+    try:
+        settings = yaml.safe_load(Path(path).read_text()) if path else {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"`--config` = {path!r} cannot be read as YAML: {error}") from error
     by_method = settings.pop("by_method", {})
     method = method or settings.get("method") or "bk"
     for name in (method, *by_method):
         if name not in METHODS:
-            raise ValueError(f"`method` must be one of {', '.join(METHODS)}, got {name!r}.")
+            where = "`method`" if name == method else f"{path}: every name under `by_method`"
+            raise ValueError(f"{where} must be one of {', '.join(METHODS)}, got {name!r}.")
     own = by_method.get(method) or {}
     if unknown := sorted((settings.keys() | own.keys()) - known):
         raise ValueError(f"{path}: there is no setting `{unknown[0]}`. `--help` lists all.")

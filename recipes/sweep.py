@@ -51,6 +51,8 @@ class Sweep:
 
     def __init__(self, path: str) -> None:
         self.plan = yaml.safe_load(Path(path).read_text())
+        if missing := {"title", "recipe", "config", "metrics", "runs", "results", "table"} - self.plan.keys():
+            raise SystemExit(f"{path} is no table: it has no `{min(missing)}`. See recipes/configs/sweep_digits.yaml.")
         self.plan["command"] = f"python recipes/sweep.py --config {path}"
         self.base = yaml.safe_load(Path(self.plan["config"]).read_text())
         self.runs, self.results = Path(self.plan["runs"]), Path(self.plan["results"])

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def summary(cells: list, metrics: list[str]) -> list[dict[str, Any]]:
-    """One row for each method and epsilon: (mean, deviation) of every metric over the seeds."""
+    """One row for each method and epsilon: (mean, deviation) of every metric over the seeds; of one seed no deviation."""
     groups: dict[tuple, list] = {}
     for cell in cells:
         groups.setdefault((cell.method, cell.epsilon), []).append(cell)
@@ -19,7 +19,7 @@ def summary(cells: list, metrics: list[str]) -> list[dict[str, Any]]:
         row["minutes"] = statistics.mean(minutes(cell.result) for cell in group)
         for metric in metrics:
             values = [cell.result["metrics"][metric] for cell in group]
-            row[metric] = (statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
+            row[metric] = (statistics.mean(values), statistics.stdev(values) if len(values) > 1 else None)
         rows.append(row)
     return rows
 
@@ -29,9 +29,9 @@ def minutes(result: dict[str, Any]) -> float:
     return result["train_seconds"] / 60 * result["steps"] / max(1, result["steps"] - result["resumed_at"])
 
 
-def shown(value: tuple[float, float]) -> str:
+def shown(value: tuple[float, float | None]) -> str:
     mean, deviation = value
-    return f"{mean:.4f} ± {deviation:.4f}" if deviation else f"{mean:.4f}"
+    return f"{mean:.4f}" if deviation is None else f"{mean:.4f} ± {deviation:.4f}"
 
 
 def markdown(plan: dict[str, Any], rows: list[dict], trials: list[tuple[str, float, float]], asked: int) -> str:
@@ -92,7 +92,8 @@ def plot(plan: dict[str, Any], rows: list[dict], path: Path) -> None:
         if points[0]["epsilon"] is None:
             axes.axhline(means[0], linestyle="--", color="gray", label=f"{method} (not private)")
         else:
-            axes.errorbar([row["epsilon"] for row in points], means, spread, marker="o", capsize=3, label=method)
+            bars = [deviation or 0.0 for deviation in spread]
+            axes.errorbar([row["epsilon"] for row in points], means, bars, marker="o", capsize=3, label=method)
     axes.set(xlabel="epsilon", ylabel=metric.removeprefix("eval_"), title=plan["title"])
     axes.legend(fontsize="small")
     figure.tight_layout()

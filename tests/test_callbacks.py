@@ -42,10 +42,15 @@ def test_it_reads_the_ledger_of_any_run(folder: Path) -> None:
 
 
 def test_epsilon_goes_into_logs_and_history(folder: Path) -> None:
+    """A quick bound while training runs; the accountant's own value at its end, and at evaluations after it."""
     callback = PrivacyCallback(folder)
+    callback.on_train_begin()
     for entry in log(callback, learning_rate=0.1):
         assert entry == {"learning_rate": 0.1, "epsilon": callback.epsilon()}
     for entry in log(callback, train_runtime=1.0):
+        assert entry["epsilon"] == callback.epsilon(exact=True) < callback.epsilon()
+    callback.on_train_end()
+    for entry in log(callback, eval_loss=1.0):
         assert entry["epsilon"] == callback.epsilon(exact=True)
     assert log(callback, epsilon=7.0)[0] == {"epsilon": 7.0}
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hf_private import checkpoint as room
 from hf_private.accounting import BudgetExceeded, Event, epsilon_of
 from hf_private.checkpoint import LEDGER, Spending, is_complete, last_checkpoint
 from hf_private.ledger import LedgerError, PrivacyLedger
@@ -84,14 +85,17 @@ def test_the_plan_is_calibrated_with_several_releases(tmp_path: Path) -> None:
         spent.charge(Event(RATE, (sigma * 2**0.5, sigma * 2**0.5)))
 
 
-def test_a_spent_budget_is_closed(tmp_path: Path) -> None:
+def test_a_spent_budget_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(room.logger, "warning", said.append)
     spent = spending(tmp_path, target_epsilon=4.0)
     run(spent, 5, None)
-    with pytest.raises(BudgetExceeded, match="is spent: 5 more steps.*raise `target_epsilon`"):
+    with pytest.raises(BudgetExceeded, match="is spent, by earlier runs.*: 5 more steps.*raise `target_epsilon`"):
         run(spent, 5, None)
-    assert total(spent) == 5
+    assert total(spent) == 5 and said == []
     more = spending(tmp_path, target_epsilon=6.0)
     run(more, 5, None)
+    assert len(said) == 1 and "Epsilon 4 of `target_epsilon` 6 is spent" in said[0] and "new output_dir" in said[0]
     assert 4.0 < more.epsilon() <= 6.0
 
 

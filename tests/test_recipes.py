@@ -231,7 +231,7 @@ def test_every_sweep_names_files_and_settings_that_exist(path):
     cells = [*tuned, *table.table(tuned)]
     assert len({cell.name for cell in cells}) == len(cells)
     for cell in cells:
-        settings = table.settings(cell) | {"config": str(ROOT / table.plan["config"])}
+        settings = table.settings(cell) | {"config": str(ROOT / table.plan["config"]), "output_dir": cell.name}
         line = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
         own, dp_config, _ = options.parse(options_class(ROOT / table.plan["config"]), None, line)
         assert own.method == cell.method
@@ -246,7 +246,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_method(tmp_pa
     )
 
     def parse(*argv: str) -> tuple[options.RecipeOptions, DPConfig, object]:
-        return options.parse(glue.GlueOptions, None, ["--config", str(path), *argv])
+        return options.parse(glue.GlueOptions, None, ["--config", str(path), "--output_dir", "x", *argv])
 
     _, dp_config, args = parse()
     assert (dp_config.carriers.r, dp_config.carriers.sparsity, dp_config.clip_norm) == (4, 0.5, 2)
@@ -271,6 +271,19 @@ def test_mistakes_in_settings_are_named(tmp_path):
         options.parse(glue.GlueOptions, None, ["--method", "bk", "--carriers", '{"r": 2}'])
     with pytest.raises(ValueError, match="--leraning_rate"):
         options.parse(glue.GlueOptions, None, ["--target_epsilon", "8", "--leraning_rate", "1"])
+    with pytest.raises(ValueError, match="`--carriers` must be a JSON object, as '{\"r\": 4}', got 'r=4'"):
+        options.parse(glue.GlueOptions, None, ["--method", "rgp", "--carriers", "r=4"])
+    with pytest.raises(ValueError, match="A budget must be given.*--config"):
+        options.parse(glue.GlueOptions, None, [])
+    with pytest.raises(ValueError, match="`--output_dir` must be given"):
+        options.parse(glue.GlueOptions, None, ["--target_epsilon", "8"])
+    path.write_text("by_method: {lgs: {}}\n")
+    with pytest.raises(ValueError, match="some.yaml: every name under `by_method` must be one of"):
+        options.parse(glue.GlueOptions, None, ["--config", str(path)])
+    path.write_text("a: [")
+    for config in (path, tmp_path / "none.yaml"):
+        with pytest.raises(ValueError, match=f"{config.name}' cannot be read as YAML"):
+            options.parse(glue.GlueOptions, None, ["--config", str(config)])
 
 
 # ---- data
@@ -282,6 +295,20 @@ def test_missing_data_says_where_it_was_looked_for(tmp_path, monkeypatch):
         data.load("sst2", "train", str(tmp_path), ("train",), ("nyu-mll/glue", "sst2"), "train")
     with pytest.raises(FileNotFoundError, match="Hub cannot be reached"):
         data.load("sst2", "train", None, ("train",), ("nyu-mll/glue", "sst2"), "train")
+
+
+def test_wrong_columns_labels_and_models_are_named(tmp_path):
+    for split in ("train", "dev"):
+        (tmp_path / f"{split}.tsv").write_text("target\ttext\n1\tgood\n")
+    line = ["--target_epsilon", "8", "--output_dir", str(tmp_path), "--data_dir", str(tmp_path)]
+    options_, *_ = options.parse(glue.GlueOptions, None, line)
+    with pytest.raises(ValueError, match="train.tsv must have a column `sentence`, got target, text"):
+        glue.load_data(options_, None)
+    rows = data.Dataset.from_list([{"sentence": "good", "label": "yes"}])
+    with pytest.raises(ValueError, match="`label` must be one of .*, got 'yes'"):
+        glue.tokenized(rows, glue.TASKS["sst2"], None, 8)
+    with pytest.raises(FileNotFoundError, match="outputs/gpt2_tiny. Make it first: python recipes/pretrain_tiny.py"):
+        data.model_path("outputs/gpt2_tiny")
 
 
 def test_e2e_is_read_from_the_hubs_conversion(files, tmp_path, monkeypatch):

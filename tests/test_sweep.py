@@ -123,6 +123,12 @@ def test_two_sweeps_can_share_a_table(table, capsys):
     assert "--methods must be of this table's (np, bk, rgp), got rgb" in capsys.readouterr().err
 
 
+def test_a_recipes_config_is_no_table(tmp_path):
+    (tmp_path / "sst2.yaml").write_text("task: sst2\n")
+    with pytest.raises(SystemExit, match="sst2.yaml is no table: it has no `config`"):
+        sweep.main(["--config", str(tmp_path / "sst2.yaml")])
+
+
 def test_a_sweep_survives_failures_and_leaves_strange_folders_alone(table, capsys):
     (table / "runs").mkdir()
     (table / "runs/broken").touch()

@@ -23,32 +23,46 @@ from hf_private.commands.arguments import UsageError, probability, whole
 from hf_private.commands.output import print_json, print_table
 
 NAME = "audit"
+FILES = "with columns text (or sentence), maybe text_pair and label: .tsv, .csv, .json or .jsonl"
 RUN_HELP = "FILE.py:FUNCTION that builds the run, f(trainer_class, output_dir) -> trainer (default: a small run)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     attacks = parser.add_subparsers(dest="attack", metavar="ATTACK", required=True)
     again = argparse.ArgumentParser(add_help=False)  # so that --json may come last, too
-    again.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    again.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    again.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON document")
+    again.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help="show the libraries' logs")
 
-    mia = attacks.add_parser("mia", parents=[again], help="membership inference by the loss of a saved model")
+    def attack(name: str, summary: str, example: str) -> argparse.ArgumentParser:
+        layout = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+        epilog = f"example:\n  hf-private audit {name} {example}"
+        return attacks.add_parser(name, parents=[again], help=summary, description=summary, epilog=epilog, **layout)
+
+    mia = attack(
+        "mia",
+        "membership inference by the loss of a saved model",
+        "path/to/model --members train.tsv --others test.tsv",
+    )
     mia.add_argument("model", metavar="MODEL", help="folder of a saved classifier or causal language model")
-    mia.add_argument("--members", required=True, help="records that it was trained on: .tsv, .csv, .json or .jsonl")
+    mia.add_argument("--members", required=True, help=f"records that it was trained on, {FILES}")
     mia.add_argument("--others", required=True, help="records like them that it was not trained on")
     mia.add_argument("--compare", metavar="MODEL", help="a second model, trained on the same members")
     mia.add_argument("--delta", type=probability, default=1e-5, help="delta of the bound (default: %(default)s)")
     mia.add_argument("--plot", metavar="FILE", help="write the ROC curve, as .png or .svg")
     mia.add_argument("--attach", action="store_true", help="write the result into the model's privacy.json and card")
 
-    canaries = attacks.add_parser("canaries", parents=[again], help="bound epsilon from below by one training run")
+    canaries = attack(
+        "canaries", "bound epsilon from below by one training run", "my_run.py:make_trainer --canaries 2000"
+    )
     canaries.add_argument("run_of", metavar="RUN", nargs="?", help=RUN_HELP)
     canaries.add_argument(
         "--canaries", type=whole(10), default=1000, help="coins to toss; more certify more (default: %(default)s)"
     )
     canaries.add_argument("--attach", metavar="MODEL", help="write the result into that model's privacy.json and card")
 
-    step = attacks.add_parser("step", parents=[again], help="sensitivity, coupled records, uncovered parameters")
+    step = attack(
+        "step", "sensitivity, coupled records, uncovered parameters", "my_run.py:make_trainer --attach path/to/model"
+    )
     step.add_argument("run_of", metavar="RUN", nargs="?", help=RUN_HELP)
     step.add_argument("--records", type=whole(2), default=8, help="records of the batch (default: %(default)s)")
     step.add_argument("--attach", metavar="MODEL", help="write the result into that model's privacy.json and card")

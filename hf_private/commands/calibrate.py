@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
             args.epsilon, args.delta, plan.sample_rate, plan.steps,
             accountant=args.accountant, records_per_unit=args.records_per_unit,
         )  # fmt: skip
-    except ValueError as error:
+    except (ValueError, accounting.BudgetExceeded) as error:
         raise UsageError(str(error)) from error
 
     def epsilon(plan: Plan) -> float:

@@ -36,5 +36,7 @@ def run(args: argparse.Namespace) -> int:
     print_table(args.model, ("check", "result", "what was found"), rows)
     claim = f"epsilon = {guarantee['epsilon']}, delta = {guarantee['delta']}: " if guarantee else ""
     answer = {0: "the claim holds.", 1: "the claim does not hold.", 2: "cannot tell."}[verdict.code]
+    if verdict.record and not verdict.record["private"]:
+        claim, answer = "", "NOT PRIVATE, as its record says. Nothing is claimed, so nothing can hold."
     print(f"{claim}{answer}{f' {SCOPE}' if verdict.status == HOLDS else ''}")
     return verdict.code
