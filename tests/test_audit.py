@@ -142,6 +142,13 @@ def test_wrong_arguments_are_named(arguments: list[str], words: list[str], capsy
     assert all(word in err for word in words)
 
 
+def test_a_function_of_other_arguments_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "my_run.py").write_text("def make(folder): ...\n")
+    with pytest.raises(SystemExit):
+        main(["audit", "step", f"{tmp_path / 'my_run.py'}:make"])
+    assert "must take (trainer_class, output_dir), got make(folder)" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.0, 0.1])
 def test_a_broken_trainer_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scale: float) -> None:

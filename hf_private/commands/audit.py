@@ -15,6 +15,7 @@ example:
 import argparse
 import sys
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -153,6 +154,12 @@ def _make_trainer(where: str | None) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if not callable(function):
         raise UsageError(f"argument RUN: must name a function of {path}, got {name!r}")
+    try:
+        signature(function).bind("trainer_class", "output_dir")
+    except TypeError:
+        raise UsageError(
+            f"argument RUN: must take (trainer_class, output_dir), got {name}{signature(function)}"
+        ) from None
     return function
 
 
