@@ -8,7 +8,7 @@ from typing import Any
 
 
 def summary(cells: list, metrics: list[str]) -> list[dict[str, Any]]:
-    """One row for each method and epsilon: (mean, deviation) of every metric; of a single seed there is no deviation."""
+    """One row for each method and epsilon: (mean, deviation) of every metric; none for one seed."""
     groups: dict[tuple, list] = {}
     for cell in cells:
         groups.setdefault((cell.method, cell.epsilon), []).append(cell)
