@@ -39,7 +39,9 @@ def write_card(folder: str | Path, facts: dict[str, Any]) -> dict[str, Any]:
     folder = Path(folder)
     before = read_record(folder) or {}
     kept = {name: before[name] for name in ("tuning", "audit") if before.get(name)}
+    tried = [one["tuning"] for one in (kept, facts) if one.get("tuning")]  # the larger number holds
     public = {**facts, "base_model": _public_name(facts.get("base_model"))}
+    public |= {"tuning": max(tried, key=lambda tuning: tuning["runs"] or 0)} if tried else {}
     record = build_record({**kept, **public}, weight_hashes(folder))
     write_files(folder, record)
     return record

@@ -8,7 +8,7 @@ spent. On disk:
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from transformers.utils import logging
 from . import accounting
 from .accountants import SECOND_OPINIONS
 from .accounting import BudgetExceeded, EpsilonReport, Event
+from .inheritance import Heir
 from .ledger import LedgerError, PrivacyLedger
 
 logger = logging.get_logger(__name__)
@@ -77,7 +78,7 @@ def last_checkpoint(output_dir: str | Path) -> str:
 # ---- what is spent, and what may still be
 
 
-class Spending:
+class Spending(Heir):
     """What a folder's ledger has charged, and how many steps the budget still permits.
 
     Args:
@@ -102,7 +103,8 @@ class Spending:
         self.steps_left: int | None = None
         self._bound = math.inf  # what all steps of the run that is open were found to cost at most
         self._ledger: PrivacyLedger | None = None
-        self._resumes = self._unchecked = False
+        self._closed: PrivacyLedger | None = None
+        self._resumes = False
         self._permitted: Event | None = None
         self._phase = 0
 
@@ -131,16 +133,20 @@ class Spending:
                     self._ledger.reconcile(Path(checkpoint, LEDGER))
                 yield
             finally:
+                self._closed = self._ledger
                 self._ledger = self._permitted = self.steps_left = None
                 self._bound = math.inf
 
     @property
     def ledger(self) -> PrivacyLedger | None:
-        """The ledger, open while `train()` runs and read from disk otherwise; None before the first run."""
+        """The ledger, open while `train()` runs and read from disk otherwise; None before the first run.
+
+        If its folder has vanished since, it is what this process has in mind of it: what was trained can be saved.
+        """
         path = self.folder / LEDGER
         if not self.writes and not path.is_file():
             raise LedgerError(f"{path} is not on this machine: the first rank keeps it. Ask there what was spent.")
-        return self._ledger or (PrivacyLedger.read(path) if path.is_file() else None)
+        return self._ledger or (PrivacyLedger.read(path) if path.is_file() else self._closed)
 
     def save_copy(self, checkpoint: str | Path) -> None:
         """Copy the ledger, as it is now, into a checkpoint."""
@@ -228,30 +234,8 @@ class Spending:
     def begin(self, settings: dict[str, Any]) -> None:
         """Record the settings of the run that `plan` has fixed."""
         if self.writes:
-            unchecked = {"base_model_unchecked": True} if self._unchecked else {}
-            self._ledger.record("run", {**settings, **unchecked})
+            self._ledger.record("run", {**settings, **self.noted})
             self._phase = len(self.runs)
-
-    def inherit(self, records: Iterable[dict[str, Any]], unchecked: bool = False) -> None:
-        """Continue the spending of what the run starts from, unless this ledger has it already.
-
-        Args:
-            records: Public records of it, with `ledger` and `private` at least.
-            unchecked: There may be more that could not be looked up; the run's settings will say so.
-        """
-        self._unchecked = unchecked
-        for base in records if self.writes else ():
-            past, runs = base["ledger"], base.get("runs") or ()
-            if self._ledger.contains(past["length"], past["head"]):
-                continue
-            events = [Event.from_dict(event) for event in past["events"]]
-            if events and not base.get("private", True):
-                events.append(Event(1.0, (0.0,)))  # whatever it cost, it was not private
-            source = {"head": past["head"], "length": past["length"]}
-            for name, value in (("disjoint_data", True), ("noise", "fast")):  # what its card had to admit
-                if any(one.get(name) == value for one in (*runs, *(past.get("continues") or ()))):
-                    source[name] = value
-            self._ledger.continue_from(events, source)
 
     # -- at each step
 
@@ -319,9 +303,7 @@ class Spending:
                 "events": [event.to_dict() for event in self.events],
                 "head": ledger.head if ledger else None,
                 "length": ledger.length if ledger else 0,
-                "continues": [past["source"] for past in ledger.records if past["kind"] == "continues"]
-                if ledger
-                else [],
+                "continues": self.sources,
             },
             "runs": self.runs,
         }

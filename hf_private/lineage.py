@@ -8,45 +8,35 @@ record, is an error. A copy of a trained model in memory, or weights that were l
 
 import json
 import os
-import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
-from .accounting import Event
+from .adapters import trained_adapter, unreadable_adapter
 from .heads import base_model
+from .inheritance import UNKNOWN, charges, debts
 from .ledger import LedgerError
-from .record import RECORD, not_private
+from .memory import remembered, settled
+from .record import RECORD
 
 logger = logging.get_logger(__name__)
 
-# What a fresh LoRA layer has of zeros: the second factor, and the first one of an embedding's.
-ZERO_AT_FIRST = re.compile(r"\.lora_(?:B|embedding_A)\.(\w+)")
 MARK = "differential_privacy"  # in config.json: the file beside it that has the record
 STATE_IT = "or set `disjoint_data=True` if they never saw your records"
 
-_trained: "WeakKeyDictionary[nn.Module, dict[str, Any]]" = WeakKeyDictionary()
-
 
 class Past(NamedTuple):
-    """Records of earlier private training, with `ledger` and `private` at least; `unchecked` if one may be missing."""
+    """Records of earlier private training, with `ledger` and `private` at least, and what may be missing.
+
+    `unchecked` are names of `record.ADMISSIONS`, for what could not be looked up.
+    """
 
     records: tuple[dict[str, Any], ...] = ()
-    unchecked: bool = False
-
-
-def remember(model: nn.Module, record: dict[str, Any]) -> None:
-    """Keep in mind, as long as the model lives, what its training has cost (`Spending.record`)."""
-    events = [Event.from_dict(event) for event in record["ledger"]["events"]]
-    if events:  # a run that was refused has not changed the weights, and must be refused again
-        _trained[base_model(model)] = {**record, "private": not not_private(events, record["runs"])}
+    unchecked: tuple[str, ...] = ()
 
 
 def mark(model: nn.Module) -> None:
@@ -60,30 +50,44 @@ def past_of(model: nn.Module, continues: str | Path | None = None, known: bool =
 
     Args:
         continues: Folder or Hub repository with a privacy.json to be continued, beside what is found.
-        known: The run's own ledger has a history, in which the origin of the weights was settled.
+        known: The weights are a checkpoint's: the run that is resumed has settled what they began with.
     """
-    base = base_model(model)
     named = () if continues is None else (_named(continues),)
-    if base in _trained:
-        return Past((_trained[base], *named))
-    if not known and not named and (weight := _trained_adapter(model)):
-        raise LedgerError(
-            f"`{weight}` is not zero: the adapter was trained before, and PEFT does not keep where it was loaded from."
-            " Name the folder or repository with DPTrainer(continues=...), so that its spending is continued,"
-            f" {STATE_IT}."
-        )
-    origin, unchecked = _origin(base, known)
+    unchecked = _check_adapters(model) if not known and not named else ()
+    if records := remembered(model):
+        return Past((*records, *named), unchecked)
+    base = base_model(model)
+    origin, unreachable = _origin(base, known)
     marked = hasattr(getattr(base, "config", None), MARK)
-    if marked and not (known or named or origin or unchecked):
+    recorded = origin and origin["ledger"]["events"]  # none if it was saved where it was not trained
+    if marked and not (known or named or recorded or unreachable):
         raise LedgerError(
-            f"The model's config says that its weights have a record, and there is no {RECORD} where it was loaded"
-            f" from ({base.config._name_or_path!r}). Name the folder or repository that has it with"
+            f"The model's config says that its weights have a record, and there is no {RECORD} of it where it was"
+            f" loaded from ({base.config._name_or_path!r}). Name the folder or repository that has it with"
             f" DPTrainer(continues=...), {STATE_IT}."
         )
-    counted = [source for record in named for source in record["ledger"].get("continues") or ()]
-    if origin and any(source["head"] == origin["ledger"]["head"] for source in counted):
-        return Past(named)  # the adapter's training has taken it over
+    if unreachable:
+        unchecked = ("base_model_unchecked", *unchecked)
     return Past((origin, *named) if origin else named, unchecked)
+
+
+def _check_adapters(model: nn.Module) -> tuple[str, ...]:
+    """Refuse adapters that were trained nobody knows where; what the card has to admit of others."""
+    if weight := trained_adapter(model, settled):
+        raise LedgerError(
+            f"`{weight}` is not as a fresh adapter has it: it was trained before, and PEFT does not keep where it was"
+            " loaded from. Name the folder or repository with DPTrainer(continues=...), so that its spending is"
+            " continued; the output folder, too, if it was trained there: nothing is charged twice. Or set"
+            " `disjoint_data=True` if it never saw your records."
+        )
+    if weight := unreadable_adapter(model, settled):
+        logger.warning(
+            f"`{weight}` does not show whether its adapter was trained before. If it was, on records of yours, name"
+            " its folder or repository with DPTrainer(continues=...): its spending is missing here. The card will say"
+            " so."
+        )
+        return ("adapter_unchecked",)
+    return ()
 
 
 def _origin(model: nn.Module, known: bool) -> tuple[dict[str, Any] | None, bool]:
@@ -141,27 +145,12 @@ def _read(path: Path | None) -> dict[str, Any] | None:
         return None
     try:
         record = json.loads(path.read_text())
-        [Event.from_dict(event) for event in record["ledger"]["events"]]
-        record["ledger"]["head"], record["ledger"]["length"]
-    except (ValueError, KeyError, TypeError) as error:
+        for debt in debts(record):
+            if debt != UNKNOWN:
+                charges(debt, 1)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LedgerError(
             f"{str(path)!r} cannot be read ({error!r}), so it is not known what the base model has cost. Repair the"
             " file, or set `disjoint_data=True` if the base model never saw your records."
         ) from error
     return record
-
-
-def _trained_adapter(model: nn.Module) -> str | None:
-    """A LoRA weight that a fresh adapter would have at zero; None if there is none, or if that proves nothing."""
-    for name, adapter, weight in _zero_at_first(model):
-        init = getattr((getattr(model, "peft_config", None) or {}).get(adapter), "init_lora_weights", None)
-        values = weight.to_local() if isinstance(weight, DTensor) else weight
-        if init in (True, "gaussian") and not values.is_meta and bool(values.any()):
-            return name
-    return None
-
-
-def _zero_at_first(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
-    for name, parameter in model.named_parameters():
-        if found := ZERO_AT_FIRST.search(name):
-            yield name, found[1], parameter

@@ -6,7 +6,6 @@ function, so that anyone can compute them again: `hf-private verify` does.
 
 import json
 import math
-from collections.abc import Iterable
 from decimal import ROUND_CEILING, Decimal
 from importlib.resources import files
 from pathlib import Path
@@ -27,6 +26,22 @@ NOT_COVERED = (
     "the size of the training set, which is treated as public",
     "how long training took, which its logs and the times of its files show",
 )
+ADMISSIONS = {  # what a run's settings may have to admit; all of it is true of whatever is made from its weights, too
+    "disjoint_data": "It was stated, and not checked, that the base model was privately trained on other records.",
+    "base_model_unchecked": (
+        "Whether the base model was privately trained before could not be looked up; nothing is charged."
+    ),
+    "adapter_unchecked": (
+        "An adapter's past cannot be seen: its weights do not show whether it was privately trained before, and nobody"
+        " has named a record of it; nothing is charged."
+    ),
+    "anchors": "That the data of GEP's subspace is public was stated; only shared rows were looked for.",
+    "ranks": (
+        "It was trained on several ranks: all of them, and the network between them, are trusted with the keys and"
+        " with sums before noise."
+    ),
+    "chooses_model": "The checkpoint was chosen by metrics on the evaluation data, which is not covered.",
+}
 FACTS = ("settings", "runs", "ledger", "dataset", "tuning", "audit", "evaluation", "versions", "weights")
 
 
@@ -69,7 +84,7 @@ def build_record(facts: dict[str, Any], weights: dict[str, str]) -> dict[str, An
     if not reasons and math.isinf(spent):
         reasons = ["no accountant gives a finite epsilon"]
     claimed = math.inf if reasons else round_up(spent)
-    noise = _weakest_noise(settings, (*runs, *(facts["ledger"].get("continues") or ())))
+    noise = admitted(facts).get("noise", "secure")
     record = {
         "schema_version": SCHEMA_VERSION,
         "private": not reasons,
@@ -162,7 +177,7 @@ def not_private(events: list[Event], runs: list[dict[str, Any]]) -> list[str]:
 
 def caveats(record: dict[str, Any]) -> list[str]:
     """What weakens a claim, or is easily misunderstood about it."""
-    found, guarantee, runs = [], record["guarantee"], record["runs"]
+    found, guarantee = [], record["guarantee"]
     n = record["dataset"]["num_records"]
     if 10 < float(guarantee["epsilon"]) < math.inf:
         found.append("Epsilon is above 10: the formal guarantee is weak, whatever attacks achieve today.")
@@ -174,19 +189,24 @@ def caveats(record: dict[str, Any]) -> list[str]:
         found.append("The unit is one record: a person with several records is protected less.")
     if record["randomness"]["noise"] != "secure":
         found.append("The noise came from a generator that is not cryptographic.")
-    if any(one.get("disjoint_data") for one in (*runs, *(record["ledger"].get("continues") or ()))):
-        found.append("It was stated, and not checked, that the base model was privately trained on other records.")
-    if any(run.get("base_model_unchecked") for run in runs):
-        found.append("Whether the base model was privately trained before could not be looked up; nothing is charged.")
-    if record["settings"].get("anchors"):
-        found.append("That the data of GEP's subspace is public was stated; only shared rows were looked for.")
-    if any(isinstance(run.get("ranks"), int) and run["ranks"] > 1 for run in runs):
-        found.append(
-            "It was trained on several ranks: all of them, and the network between them, are trusted with the keys and"
-            " with sums before noise."
-        )
-    if (record.get("evaluation") or {}).get("chooses_model"):
-        found.append("The checkpoint was chosen by metrics on the evaluation data, which is not covered.")
+    found += [text for name, text in ADMISSIONS.items() if name in admitted(record)]
+    return found
+
+
+def admitted(record: dict[str, Any]) -> dict[str, Any]:
+    """What a record has to admit, of its own runs and of all that they continue: settings that weaken its claim."""
+    settings, evaluation = record.get("settings") or {}, record.get("evaluation") or {}
+    last = {"chooses_model": evaluation.get("chooses_model")} | {
+        name: settings[name] for name in ("anchors", "noise") if name in settings
+    }
+    found: dict[str, Any] = {}
+    for one in (*(record.get("runs") or ()), *(record["ledger"].get("continues") or ()), last):
+        weak = {name: one[name] for name in ADMISSIONS if one.get(name) and name != "ranks"}
+        if isinstance(one.get("ranks"), int) and one["ranks"] > 1:
+            weak["ranks"] = one["ranks"]
+        if one.get("noise", "secure") != "secure":  # a generator that is not cryptographic counts for all
+            weak["noise"] = one["noise"]
+        found = {**weak, **found}
     return found
 
 
@@ -248,11 +268,6 @@ def _spent(events: list[Event], delta: float, unit: int, one: float, tuning: dic
         events = [event for event in events for _ in range(int(runs))]
         return joint_epsilon([events], delta).epsilon if unit == 1 else group_epsilon(events, delta, unit)
     return best_of_epsilon(events, delta, runs, law) if unit == 1 else math.inf
-
-
-def _weakest_noise(settings: dict[str, Any], runs: Iterable[dict[str, Any]]) -> str:
-    """The generator of this run and of all before it: one that is not cryptographic counts for all."""
-    return next((one["noise"] for one in runs if one.get("noise", "secure") != "secure"), settings["noise"])
 
 
 def _curve(events: list[Event], spent: float) -> list[dict[str, float]]:

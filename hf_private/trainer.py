@@ -26,6 +26,7 @@ from .checkpoint import LEDGER, Spending, last_checkpoint
 from .clipping import Clipping
 from .collating import LogicalBatch, LogicalCollator
 from .config import DPConfig, refusals
+from .continuing import ContinuingTrainer
 from .facts import public_facts
 from .guards import (
     check_evaluation,
@@ -39,12 +40,11 @@ from .guards import (
 )
 from .heads import base_model
 from .keystream import Key
-from .lineage import mark, past_of, remember
 from .losses import LABEL_NAMES, PerSampleLoss
 from .mechanism import Mechanism
 from .methods.full import Method
 from .noise import NoiseSource, reseed_global
-from .publishing import PublishingTrainer, own_arguments
+from .publishing import own_arguments
 from .ranks import Ranks
 from .sampling import PoissonLoader, PoissonSampler
 from .selfcheck import LENGTH, self_check
@@ -64,7 +64,7 @@ class Keys(NamedTuple):
     noise: Key | bytes
 
 
-class DPTrainer(PublishingTrainer):
+class DPTrainer(ContinuingTrainer):
     """Trainer whose model can be published: it fine-tunes with differential privacy, as `dp_config` says.
 
     Takes all that `Trainer` takes, and:
@@ -75,7 +75,8 @@ class DPTrainer(PublishingTrainer):
             model's head; `labels` is a dict if there are several. It replaces `compute_loss`.
         anchor_dataset: Public records that span the subspace of `DPConfig.anchors`.
         continues: Folder or Hub repository whose privacy.json this run continues, beside that of the base model: for
-            an adapter from `PeftModel.from_pretrained`, which does not keep where it came from.
+            an adapter from `PeftModel.from_pretrained`, which does not keep where it came from, also if that was this
+            output folder.
 
     `gradient_accumulation_steps` and `per_device_train_batch_size` change speed and memory only, once
     `DPConfig.expected_batch_size` is set. Epochs are counted in steps of that size: an epoch is ceil(n / B) steps.
@@ -176,8 +177,7 @@ class DPTrainer(PublishingTrainer):
         try:
             with ExitStack() as held:
                 self.ranks.agree(held.enter_context, self.spending.open(resume_from_checkpoint or None))
-                if self.spending.writes:  # in whatever way this ends
-                    held.callback(lambda: remember(self.model, self.spending.record()))
+                held.enter_context(self._remembering())
                 self.ranks.agree(check_layout, resume_from_checkpoint, self)
                 self.expected_batch_size = self.ranks.first(self._resolve_batch_size, bool(resume_from_checkpoint))
                 self.ranks.same(dp_config=self.dp_config.to_dict())
@@ -311,10 +311,8 @@ class DPTrainer(PublishingTrainer):
 
     def _plan(self, method: Method, sample_rate: float, steps: int) -> float:
         """The noise multiplier that the ledger and the budget ask for, what the base model has cost included."""
-        config = self.dp_config
-        if not config.disjoint_data:
-            self.spending.inherit(*past_of(self.model, self.continues, known=bool(self.spending.events)))
-        return self.spending.plan(sample_rate, steps, method.releases, config.noise_multiplier)
+        self._inherit()
+        return self.spending.plan(sample_rate, steps, method.releases, self.dp_config.noise_multiplier)
 
     def public_batch(
         self, batch_size: int, length: int, generator: torch.Generator | None = None
@@ -337,7 +335,7 @@ class DPTrainer(PublishingTrainer):
             return torch.zeros((), device=self.args.device)
         check_parameters(self._mechanism.model, self._mechanism.parameters)
         self._mechanism.step(self._prepare_inputs(batch) for batch in inputs.micro_batches)
-        mark(self._mechanism.model)  # not sooner: a run that failed before its first step has changed nothing
+        self._mark_changed(self._mechanism.model)
         if not self._gradients_checked and inputs.size:
             check_gradients(self._mechanism.model, self.dp_config.is_private)
             self._gradients_checked = True
@@ -384,7 +382,7 @@ class DPTrainer(PublishingTrainer):
 
     def privacy_record(self) -> dict[str, Any]:
         """All public facts that a card needs, as plain values."""
-        return {**self.spending.record(), **public_facts(self)}
+        return {**self.spending.record(), **public_facts(self), **self._tuning()}
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: choosing the best of several private runs costs privacy that no single run accounts for."""

@@ -8,13 +8,15 @@ import pytest
 import tiny
 from huggingface_hub import _CACHED_NO_EXIST
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from torch import nn
 from transformers import BertForSequenceClassification, PreTrainedConfig
 
 from hf_private import lineage
+from hf_private.checkpoint import Spending
 from hf_private.ledger import LedgerError
 from hf_private.lineage import Past, past_of
+from hf_private.record import read_record
 
 EVENT = {"sample_rate": 0.1, "releases": [1.0], "steps": 3, "sampling": "poisson"}
 LORA = {"r": 2, "target_modules": ["query", "value"], "task_type": "SEQ_CLS"}
@@ -106,7 +108,8 @@ def test_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: s
     cached = _CACHED_NO_EXIST if answer == "is known to have none" else None
     monkeypatch.setattr(lineage, "hf_hub_download", download)
     monkeypatch.setattr(lineage, "try_to_load_from_cache", lambda *_, **__: cached)
-    wanted = Past((record(),) if answer == "has one" else (), answer in ("offline", "broken"))
+    unchecked = ("base_model_unchecked",) if answer in ("offline", "broken") else ()
+    wanted = Past((record(),) if answer == "has one" else (), unchecked)
     assert past_of(loaded("me/model", "c0ffee")) == wanted
 
 
@@ -126,23 +129,77 @@ def test_a_trained_adapter_must_be_named(tmp_path: Path) -> None:
         made.train()
         return made
 
-    with pytest.raises(LedgerError, match="lora_B.* is not zero.*continues=.*disjoint_data=True"):
-        again("second")
+    for folder in ("second", "first"):  # that a folder has a history does not make it that of these weights
+        for _ in range(2):
+            with pytest.raises(LedgerError, match="lora_B.* is not as a fresh.*continues=.*disjoint_data=True"):
+                again(folder)
     assert steps(again("second", continues=tmp_path / "first")) == 8
-    assert steps(again("second")) == 12, "its ledger knows by now"
+    assert steps(again("second", continues=tmp_path / "first")) == 12, "it is charged once"
+    assert steps(again("first", continues=tmp_path / "first")) == 8, "and not at all where it was trained"
     assert steps(again("other", dp={"disjoint_data": True})) == 4
     with pytest.raises(LedgerError, match="`continues` must be a folder or a repository with a privacy.json"):
         again("third", continues=tmp_path)
+
+
+@pytest.mark.usefixtures("quick_cards")
+def test_a_trained_adapter_of_another_kind_must_be_named(tmp_path: Path) -> None:
+    """IA3 begins at one."""
+    settings = IA3Config(target_modules=["key", "value"], feedforward_modules=[], task_type="SEQ_CLS")
+    first = tiny.trainer(tmp_path / "first", get_peft_model(tiny.bert(), settings))
+    first.train()
+    first.save_model()
+    again = PeftModel.from_pretrained(tiny.bert(), str(tmp_path / "first"), is_trainable=True)
+    with pytest.raises(LedgerError, match="ia3_l.* is not as a fresh"):
+        past_of(again)
+    assert len(past_of(again, tmp_path / "first").records) == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        LoraConfig(**LORA, init_lora_weights="orthogonal"),
+        PrefixTuningConfig(num_virtual_tokens=2, task_type="SEQ_CLS"),
+    ],
+    ids=lambda settings: settings.peft_type.value,
+)
+def test_an_adapter_that_shows_nothing_is_admitted(tmp_path: Path, settings: PeftConfig) -> None:
+    """It begins at random. A name, or a resumed run, settles it."""
+    adapted = get_peft_model(tiny.bert(), settings)
+    assert past_of(adapted) == Past((), ("adapter_unchecked",))
+    assert past_of(adapted, known=True) == Past()
+    assert past_of(adapted, published(tmp_path / "named")).unchecked == ()
+    made = tiny.trainer(tmp_path / "out", adapted)
+    made.train()
+    made.save_model()
+    assert any("adapter's past cannot be seen" in text for text in read_record(tmp_path / "out")["caveats"])
+
+
+def test_a_trained_adapter_that_is_loaded_beside_others(tmp_path: Path) -> None:
+    """The base model's object was trained in this process. That says nothing of an adapter that came later."""
+    costly = tiny.trainer(tmp_path / "costly", get_peft_model(tiny.bert(), LoraConfig(**LORA)))
+    costly.train()
+    costly.save_model()
+    model = get_peft_model(tiny.bert(), LoraConfig(**LORA))
+    tiny.trainer(tmp_path / "cheap", model).train()
+    assert len(past_of(model).records) == 1, "its own adapter is settled"
+    model.load_adapter(str(tmp_path / "costly"), adapter_name="x")
+    for active in ("default", "x"):  # an idle adapter is saved, too
+        model.set_adapter(active)
+        with pytest.raises(LedgerError, match=r"lora_B\.x"):
+            past_of(model)
+    assert len(past_of(model, tmp_path / "costly").records) == 2
 
 
 def test_an_adapters_record_that_has_the_base_models_in_it(tmp_path: Path) -> None:
     base = published(tmp_path / "base")
     alone = published(tmp_path / "alone", head="cd")
     both = published(tmp_path / "both", head="ef", continues=[{"head": "ab", "length": 5}])
-    heads = [
-        [one["ledger"]["head"] for one in past_of(loaded(base), folder).records] for folder in (None, alone, both)
-    ]
-    assert heads == [["ab"], ["ab", "cd"], ["ef"]]
+    for folder, heads in ((None, ["ab"]), (alone, ["ab", "cd"]), (both, ["ef"])):
+        spent = Spending(tmp_path / f"out{heads}", 1e-5)
+        with spent.open():
+            spent.inherit(*past_of(loaded(base), folder))
+        assert [source["head"] for source in spent.sources] == heads
+        assert sum(event.steps for event in spent.events) == 3 * len(heads)
 
 
 # ---- this process

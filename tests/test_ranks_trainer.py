@@ -72,6 +72,13 @@ def test_a_self_check_that_fails_on_one_rank_is_an_error_on_all(results: dict, w
         assert "the second rank has no batch" in found
 
 
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_card_for_other_weights_is_an_error_on_all(results: dict, world: int) -> None:
+    for rank, found in enumerate(result["trainer"]["other weights"] for result in results[world]):
+        assert found.startswith("LedgerError" if rank == 0 else "RankError: Rank 0 failed")
+        assert "trained elsewhere" in found
+
+
 # ---- FSDP2: the self-check, and checkpoints in full and in shards
 
 

@@ -32,6 +32,7 @@ SIGNATURES = {  # overridden or called method -> its parameters
     "_save_checkpoint": ["self", "model", "trial"],
     "_save_rng_state": ["self", "output_dir"],
     "_load_rng_state": ["self", "checkpoint"],
+    "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
     "hyperparameter_search": None,
     "create_model_card": None,
     "push_to_hub": ["self", "commit_message", "blocking", "token", "revision", "kwargs"],

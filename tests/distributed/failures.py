@@ -142,7 +142,19 @@ def trainer_errors(folder: Path, ranks: Ranks) -> dict[str, Any]:
     found["no checkpoint"] = failure(lambda: make(folder / f"none-{world}").train(resume_from_checkpoint=True))
     found["other seed"] = failure(lambda: make(folder / f"seed-{world}", seed=43 if second else 42).train())
     found["self-check"] = self_check_fails(folder / f"check-{world}", ranks)
+    found["other weights"] = other_weights(folder / f"weights-{world}", ranks)
     return found
+
+
+def other_weights(folder: Path, ranks: Ranks) -> str | None:
+    """A trainer saves what another one has trained on; that one may save it on the first rank alone."""
+    first = make(folder / "first")
+    first.train()
+    second = make(folder / "second", model=first.model)
+    second.train()
+    if ranks.rank == 0:
+        second.save_model()
+    return failure(first.save_model)
 
 
 def self_check_fails(folder: Path, ranks: Ranks) -> str | None:

@@ -236,9 +236,80 @@ MUTANTS = (
     ),
     Mutant(
         "a run that was refused for its past is let in when it is tried again",
+        "continuing.py",
+        (("if self._loaded or self._changed:", "if True:"),),
+        "tests/test_lineage_cards.py::test_a_run_that_was_refused_is_refused_again_in_a_folder_with_a_history",
+    ),
+    Mutant(
+        "the card of a cheap ledger is written for weights that were trained on elsewhere",
+        "continuing.py",
+        (("            self.ranks.first(self._check_past)\n", "            pass\n"),),
+        "tests/test_lineage_cards.py::test_weights_that_were_trained_on_are_not_saved_with_an_old_card",
+    ),
+    Mutant(
+        "a trainer that has not trained writes its folder's card for any weights",
+        "continuing.py",
+        (("records = past_of(self.model, self.continues).records", "pass"),),
+        "tests/test_lineage_cards.py::test_a_trainer_that_has_not_trained_saves_what_its_ledger_has",
+    ),
+    Mutant(
+        "what was trained cannot be saved once the output folder is gone",
+        "checkpoint.py",
+        (("if path.is_file() else self._closed)", "if path.is_file() else None)"),),
+        "tests/test_lineage_cards.py::test_no_training_is_lost_because_a_folder_has_vanished",
+    ),
+    Mutant(
+        "a folder's history is taken for that of whatever is trained there",
+        "continuing.py",
+        (
+            (
+                "self.spending.inherit(*past_of(self.model, self.continues, known=self._loaded)",
+                "self.spending.inherit(*past_of(self.model, self.continues, known=bool(self.spending.events))",
+            ),
+        ),
+        "tests/test_lineage.py::test_a_trained_adapter_must_be_named",
+    ),
+    Mutant(
+        "an adapter that is loaded onto a model of this process starts from zero",
         "lineage.py",
-        (("    if events:  # a run", "    if True:  # a run"),),
-        "tests/test_lineage.py::test_a_trained_model_that_was_moved_or_saved_by_hand_is_refused",
+        (("if not known and not named else ()", "if not (known or named or remembered(model)) else ()"),),
+        "tests/test_lineage.py::test_a_trained_adapter_that_is_loaded_beside_others",
+    ),
+    Mutant(
+        "a trained IA3 adapter starts from zero",
+        "adapters.py",
+        (('kind == "IA3" and bool(config.init_ia3_weights)', "False"),),
+        "tests/test_lineage.py::test_a_trained_adapter_of_another_kind_must_be_named",
+    ),
+    Mutant(
+        "nothing is said of an adapter that does not show its past",
+        "lineage.py",
+        (('return ("adapter_unchecked",)', "return ()"),),
+        "tests/test_lineage.py::test_an_adapter_that_shows_nothing_is_admitted",
+    ),
+    Mutant(
+        "what was set aside as other people's is forgotten when they come again",
+        "inheritance.py",
+        (('[debt_of(record), *set_aside(record.get("runs") or ())]', "[debt_of(record)]"),),
+        "tests/test_lineage_cards.py::test_what_was_set_aside_is_charged_when_the_same_people_come_again",
+    ),
+    Mutant(
+        "what was set aside is forgotten in the folder that has set it aside",
+        "inheritance.py",
+        ((" for debt in debts(record)] + set_aside(self.runs)", " for debt in debts(record)]"),),
+        "tests/test_lineage_cards.py::test_what_was_set_aside_is_charged_to_a_later_run_of_the_same_folder",
+    ),
+    Mutant(
+        "the runs that were tried for a base model are forgotten",
+        "inheritance.py",
+        (("    return math.ceil(runs)\n", "    return 1\n"),),
+        "tests/test_lineage_cards.py::test_the_charge_for_tuning_goes_along_with_the_weights",
+    ),
+    Mutant(
+        "what a base model's card admits is not on those of its descendants",
+        "inheritance.py",
+        (("return {**debt, **admitted(record)}", "return debt"),),
+        "tests/test_lineage_cards.py::test_all_that_a_base_models_card_admits_is_on_those_of_its_descendants",
     ),
     Mutant(
         "batch statistics are let in (BatchNorm)",
@@ -500,20 +571,20 @@ MUTANTS = (
     ),
     Mutant(
         "the base model's spending is forgotten",
-        "checkpoint.py",
-        (("for base in records if self.writes else ():", "for base in ():"),),
+        "inheritance.py",
+        (("        for debt in owed:\n", "        for debt in ():\n"),),
         "tests/test_checkpoint.py::test_the_base_models_spending_is_taken_over_once",
     ),
     Mutant(
         "a model that was trained into another output folder starts from zero",
         "lineage.py",
-        (("    if base in _trained:\n", "    if False:\n"),),
+        (("    if records := remembered(model):\n", "    if records := ():\n"),),
         "tests/test_lineage.py::test_a_model_that_another_trainer_has_trained",
     ),
     Mutant(
         "a trained adapter starts from zero",
         "lineage.py",
-        (("(weight := _trained_adapter(model))", "(weight := None)"),),
+        (("if weight := trained_adapter(model, settled):", "if weight := None:"),),
         "tests/test_lineage.py::test_a_trained_adapter_must_be_named",
     ),
     Mutant(
@@ -605,7 +676,7 @@ MUTANTS = (
     Mutant(
         "the card shows the last run's noise, and not the weaker one before it",
         "record.py",
-        (('if one.get("noise", "secure") != "secure"), settings["noise"])', 'if False), settings["noise"])'),),
+        (('noise = admitted(facts).get("noise", "secure")', 'noise = settings["noise"]'),),
         "tests/test_cards.py::test_a_phase_does_not_hide_what_an_earlier_one_had_to_admit[run]",
     ),
     Mutant(
