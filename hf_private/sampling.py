@@ -125,7 +125,7 @@ class PoissonLoader(DataLoader):
     Trainer calls `set_epoch` on the loader, or, after skipping the batches before a checkpoint, on the sampler. Do not
     `accelerator.prepare` it: that would shard the sampler once more, and repeat or drop records.
 
-    >>> loader = PoissonLoader(list(range(100)), PoissonSampler(100, 10), LogicalCollator(sum, max_rows=4))
+    >>> loader = PoissonLoader(list(range(100)), PoissonSampler(100, 10), collate_fn=list)
     >>> loader.set_epoch(3)
     >>> len(list(loader))
     10
