@@ -241,6 +241,12 @@ REFUSED_ARGS = (
         "Lower per_device_train_batch_size; with a fixed `expected_batch_size` it only changes speed and memory.",
     ),
     Refusal(
+        "skip_memory_metrics",
+        lambda a: not a.skip_memory_metrics,
+        "it logs the peak of memory, which the longest private record decides",
+        "Leave it at True.",
+    ),
+    Refusal(
         "train_sampling_strategy",
         lambda a: a.train_sampling_strategy in ("group_by_length", "batch_rebalance"),
         "the accountant's amplification holds for Poisson batches only",

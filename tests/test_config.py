@@ -122,6 +122,7 @@ REFUSED_VALUES = {
     "parallelism_config": Plan(),
     "n_gpu": 2,
     "auto_find_batch_size": True,
+    "skip_memory_metrics": False,
     "train_sampling_strategy": "group_by_length",
     "max_grad_norm": 0.5,
     "neftune_noise_alpha": 5.0,
