@@ -43,7 +43,7 @@ class BookKeeper:
     # -- attaching and restoring ------------------------------------------------------------------------------
 
     def __enter__(self) -> "BookKeeper":
-        modules = list(self.model.named_modules())  # a walk takes a millisecond, and this runs for each micro-batch
+        modules = list(self.model.named_modules())  # one walk for all that follows: it takes a millisecond
         for path, module in modules:
             if reason := refusal(module):
                 raise UncoveredError(f"`{path}`: {reason}.")
@@ -155,8 +155,9 @@ class BookKeeper:
         return self._records
 
     def take(self) -> dict[str, PerSample]:
-        """Hand the book over: what its reader has done with is freed at once, not at the end of the block."""
-        records, self._records = self._records, {}
+        """Hand the page over and turn to an empty one, for a batch of any size: what the reader is done with is freed
+        at once, and one open book serves all micro-batches of a step (opening it takes milliseconds)."""
+        records, self._records, self._batch_size = self._records, {}, None
         return records
 
     def norms(self) -> Tensor:

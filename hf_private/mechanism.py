@@ -100,14 +100,18 @@ class Mechanism:
         sums: dict[str, Tensor] = {}
         if self.nonprivate is not None:
             self.nonprivate = {"loss_sum": 0.0, "batch_size": 0, "nonfinite_records": 0}
-        for batch, counts in self.shards.micro_batches(micro_batches):
-            with BookKeeper(self.model, self.method) as book:
+        with BookKeeper(self.model, self.method) as book:
+            for batch, counts in self.shards.micro_batches(micro_batches):
                 losses = self.per_sample_loss(self.model, batch)
                 book.backward(losses)
                 if self.nonprivate is not None and counts:
                     self._note_nonprivate(losses.detach(), book)
                 onto = None if self.shards.sharded else sums
-                found = self.method.clipped_sums(book.take(), self.clipping, onto) if counts else {}
+                found: Mapping[str, Tensor] = {}
+                if counts:
+                    found = self.method.clipped_sums(book.take(), self.clipping, onto)
+                else:  # a dummy's gradients are thrown away
+                    book.take()
                 for block, value in self.shards.scattered(found, self.method.blocks):
                     if block not in sums:
                         sums[block] = value

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.linalg import vecdot
 
 # The Gram form of a norm can cancel: its rounding error is relative to (sum_t |a_t||ds_t|)^2, not to the norm.
 # `sq_norm` adds this many units of the dtype's epsilon times that bound, so that it never rounds down.
@@ -39,13 +40,11 @@ class Gram:
 
     def __init__(self, x: Tensor) -> None:
         wide = widen(x)
-        columns = wide.transpose(1, 2)
+        columns = wide.mT
         starts = range(0, x.shape[1], self.STRIP)
         self.strips = [torch.bmm(wide[:, t : t + self.STRIP], columns[:, :, t:]) for t in starts]
-
-    def diagonal(self) -> Tensor:
-        """|x_t|^2: (N, T)."""
-        return torch.cat([strip.diagonal(dim1=1, dim2=2) for strip in self.strips], 1)
+        diagonals = [strip.diagonal(dim1=1, dim2=2) for strip in self.strips]
+        self.lengths = torch.cat(diagonals, 1).clamp_(min=0).sqrt_()  # |x_t|: (N, T)
 
     def dot(self, other: "Gram") -> Tensor:
         """Sum over all t, s of the products of both matrices: (N,)."""
@@ -53,10 +52,10 @@ class Gram:
         for mine, others in zip(self.strips, other.strips, strict=True):
             # One dot product per record: no temporary as large as the strip.
             strip = torch.bmm(mine.flatten(1).unsqueeze(1), others.flatten(1).unsqueeze(2)).view(-1)
-            width = mine.shape[1]
-            total = total + strip
-            if mine.shape[2] > width:  # beyond its diagonal block, a strip stands for its mirror image too
-                total = total + strip - (mine[:, :, :width] * others[:, :, :width]).sum((1, 2))
+            if mine.shape[2] > mine.shape[1]:  # beyond its diagonal block, a strip stands for its mirror image too
+                width = mine.shape[1]
+                strip = 2 * strip - (mine[:, :, :width] * others[:, :, :width]).sum((1, 2))
+            total = strip + total
         return total
 
 
@@ -172,9 +171,9 @@ class Outer(PerSample):
             return widen(self.left).square().sum((1, 2)) * widen(self.right).square().sum((1, 2))
         grams = grams or Grams()
         left, right = grams(self.left), grams(self.right)
-        bound = (left.diagonal() * right.diagonal()).clamp_min(0).sqrt().sum(1).square()
+        bound = vecdot(left.lengths, right.lengths).square_()
         exact = left.dot(right)
-        return exact.clamp_min(0) + bound * (ROUNDING_UNITS * torch.finfo(exact.dtype).eps)
+        return exact.clamp_(min=0).add_(bound, alpha=ROUNDING_UNITS * torch.finfo(exact.dtype).eps)
 
     def weighted_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
         left, right = widen(self.left), widen(self.right)

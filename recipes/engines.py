@@ -94,15 +94,16 @@ def private(model: nn.Module, batch: dict, carriers: CarrierConfig | None = None
 
 
 def with_method(model: nn.Module, batch: dict, method: Method) -> Step:
-    """One micro-batch. Carriers and anchor subspaces are computed once per logical step, of many of them."""
+    """One micro-batch. Carriers and anchor subspaces are computed, and the book opened, once per logical step, which
+    has many of them."""
     method.attach(trainable(model))
     loss, clipping = PerSampleLoss(model), Clipping("flat", 1.0)
     method.begin_step(0)
+    book = BookKeeper(model, method).__enter__()  # stays open: nothing else is done with this model
 
     def step() -> None:
-        with BookKeeper(model, method) as book:
-            book.backward(loss(model, batch))
-            dict(method.clipped_sums(book.take(), clipping))
+        book.backward(loss(model, batch))
+        dict(method.clipped_sums(book.take(), clipping))
 
     return step
 

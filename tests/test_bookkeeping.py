@@ -1,6 +1,7 @@
 """Promise 1: norms and weighted sums equal a for-loop of plain autograd, for every family that the README lists."""
 
 import cases
+import oracle
 import pytest
 import torch
 from oracle import EXACT, assert_exact
@@ -210,3 +211,22 @@ def test_a_parameter_with_two_names_in_one_module_is_exact():
     for record, norm in zip(x, norms, strict=True):
         gradients = torch.autograd.grad(model(record.unsqueeze(0)).sum(), list(model.parameters()))
         torch.testing.assert_close(norm, torch.cat([g.flatten() for g in gradients]).norm())
+
+
+def test_one_open_book_serves_batches_of_any_size():
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    batches = [{"x": torch.randn(records, 4).double()} for records in (3, 1, 5)]
+    wanted = [oracle.per_sample_gradients(model, square_loss, batch) for batch in batches]
+    with BookKeeper(model) as book:
+        for batch, gradients in zip(batches, wanted, strict=True):
+            book.backward(square_loss(model, batch))
+            with pytest.raises(ValueError, match="after"):  # records of two batches do not share a page
+                model(torch.zeros(len(gradients) + 1, 4).double())
+            torch.testing.assert_close(book.norms(), oracle.norms(gradients))
+            ones = torch.ones(len(gradients)).double()
+            sums = {name: value.weighted_sum(ones) for name, value in book.take().items()}
+            torch.testing.assert_close(sums, oracle.weighted_sum(gradients, ones), check_stride=False)
+
+
+def square_loss(model, batch):
+    return model(batch["x"]).square().sum(1)

@@ -1,6 +1,7 @@
 """Linear layers: `F.linear` (weight out x in) and the addmm of Hugging Face's Conv1D (weight in x out)."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..persample import Dense, Outer, widen
@@ -17,11 +18,7 @@ class _Linear(torch.autograd.Function):
         ctx.remake = remaker(x) if tap.book.drops_inputs else None
         # A bias alone (BiTFiT) needs no input.
         ctx.save_for_backward(x if names[0] and ctx.remake is None else None, weight)
-        weight = weight if in_first else weight.t()
-        flat = x.reshape(-1, x.shape[-1])
-        y = torch.mm(flat, weight) if bias is None else torch.addmm(bias, flat, weight)
-        # What a Function returns as a view may not be changed in place, which some models do with their queries.
-        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
+        return F.linear(x, weight.t() if in_first else weight, bias)
 
     @staticmethod
     def backward(ctx, ds: Tensor) -> tuple:

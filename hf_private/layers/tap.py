@@ -38,6 +38,8 @@ class Tap:
 
     def __init__(self, book: Book, module: nn.Module, path: str, names: dict[str, str]) -> None:
         self.book, self.module, self.path, self.names = book, module, path, names
+        places = [(local, *local.rpartition(".")[::2]) for local in names]
+        self._places = {local: (module.get_submodule(owner)._parameters, leaf) for local, owner, leaf in places}
 
     @property
     def anchor(self) -> Tensor:
@@ -63,15 +65,14 @@ class Tap:
 
         Looked up at the time of the call: sharded training swaps the parameter objects around each forward.
         """
-        for local, name in self.names.items():
-            if self.parameter(local) is tensor:
-                return name
+        for local, (parameters, leaf) in self._places.items():
+            if parameters[leaf] is tensor:
+                return self.names[local]
         return None
 
     def parameter(self, local: str) -> Tensor:
-        owner, _, leaf = local.rpartition(".")
-        module = self.module.get_submodule(owner) if owner else self.module
-        return module._parameters[leaf]
+        parameters, leaf = self._places[local]
+        return parameters[leaf]
 
     def detached(self, tensor: Tensor | None) -> Tensor | None:
         """`tensor` outside the graph: a parameter of this module, or one that is frozen."""

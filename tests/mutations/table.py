@@ -78,8 +78,8 @@ MUTANTS = (
         "persample.py",
         (
             (
-                "return exact.clamp_min(0) + bound * (ROUNDING_UNITS * torch.finfo(exact.dtype).eps)",
-                "return exact.clamp_min(0)",
+                "return exact.clamp_(min=0).add_(bound, alpha=ROUNDING_UNITS * torch.finfo(exact.dtype).eps)",
+                "return exact.clamp_(min=0)",
             ),
         ),
         "tests/test_persample.py::test_the_gram_form_never_rounds_a_cancelling_norm_down",
