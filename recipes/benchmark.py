@@ -20,6 +20,7 @@ import argparse
 import ctypes
 import gc
 import json
+import os
 import shlex
 import sys
 import time
@@ -259,6 +260,7 @@ def chart(rows: list[dict], path: Path) -> None:
             axes.bar(places, [speed.get(setting, 0) for setting in shown], width, label=engine)
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_xticks([x + 0.4 - width / 2 for x in range(len(shown))], shown)
+        axes.set_xlim(-0.3, min(len(settings), 8))  # bars of a short last row as wide as the others
         axes.set_ylabel("speed (plain training = 1)")
     figure.axes[0].legend(fontsize=7, ncols=2)
     figure.savefig(path)
@@ -277,6 +279,7 @@ def main() -> None:
     parser.add_argument("--output", default="benchmark", help="name of the files in recipes/results/")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler says when it starts and stops
     keep_memory()
     hf.logging.set_verbosity_error()
     RESULTS.mkdir(exist_ok=True)
