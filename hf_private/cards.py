@@ -257,7 +257,7 @@ def split_card(readme: str) -> tuple[ModelCard, str, str, str]:
     for name in ("caution", "section"):
         match = _between(name).search(rest)
         found[name] = match[1].strip("\n") if match else ""
-        rest = _between(name).sub("", rest)
+        rest = _between(name).sub("", rest, count=1)  # a second one is text like any other
     return card, found["caution"], found["section"], rest
 
 

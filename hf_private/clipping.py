@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import validate
 
+SMALLEST = 1e-6  # clip norm
 MODES = ("flat", "automatic", "per-layer")
 
 
@@ -46,6 +47,11 @@ class Clipping:
     def __post_init__(self) -> None:
         validate.one_of(MODES, clipping=self.mode)
         validate.positive(clip_norm=self.clip_norm, gamma=self.gamma)
+        if self.clip_norm < SMALLEST:
+            raise ValueError(
+                f"`clip_norm` must be at least {SMALLEST:g}, got {self.clip_norm}: squares of such gradients are 0 in"
+                " float32, and they would not be clipped. Scale the learning rate instead."
+            )
         if self.mode == "automatic" and math.isinf(self.clip_norm):
             raise ValueError("`clip_norm` must be finite with clipping='automatic', got inf. Use clipping='flat'.")
 
@@ -55,7 +61,7 @@ class Clipping:
         `blocks` names every block that the method releases: with `per-layer`, K counts all of them, also those
         that this batch did not reach (K must not depend on the data).
         """
-        total = sum(sq_norms.values())
+        total = torch.stack([*sq_norms.values()]).sum(0)
         finite = torch.isfinite(total)
         if self.mode != "per-layer":
             factor = self._factor(total, self.clip_norm).where(finite, 0)

@@ -3,9 +3,11 @@
 It is looked for where weights come from: this process, if another trainer has trained the model; the folder or the
 repository that the model was loaded from; and what the user names, for PEFT does not keep where an adapter was loaded
 from. A trained model's config says so (`MARK`), so that a folder that was moved, or a model that was saved without its
-record, is an error. A copy of a trained model in memory, or weights that were loaded by hand, cannot be recognised.
+record, is an error. A copy of a trained model in memory, an adapter that was merged into its base model, or weights
+that were loaded by hand cannot be recognised.
 """
 
+import copy
 import json
 import os
 from pathlib import Path
@@ -40,9 +42,19 @@ class Past(NamedTuple):
 
 
 def mark(model: nn.Module) -> None:
-    """Let the model's config say, wherever it is saved, that a record belongs to its weights."""
-    if (config := getattr(base_model(model), "config", None)) is not None:
-        setattr(config, MARK, RECORD)
+    """Let the model's config say, wherever it is saved, that a record belongs to its weights.
+
+    On a copy: another model may be built from the same object.
+    """
+    base = base_model(model)
+    config = getattr(base, "config", None)
+    if config is None or hasattr(config, MARK):
+        return
+    marked = copy.deepcopy(config)
+    setattr(marked, MARK, RECORD)
+    for module in base.modules():
+        if module.__dict__.get("config") is config:
+            module.config = marked
 
 
 def past_of(model: nn.Module, continues: str | Path | None = None, known: bool = False) -> Past:
@@ -56,19 +68,35 @@ def past_of(model: nn.Module, continues: str | Path | None = None, known: bool =
     unchecked = _check_adapters(model) if not known and not named else ()
     if records := remembered(model):
         return Past((*records, *named), unchecked)
-    base = base_model(model)
-    origin, unreachable = _origin(base, known)
-    marked = hasattr(getattr(base, "config", None), MARK)
-    recorded = origin and origin["ledger"]["events"]  # none if it was saved where it was not trained
-    if marked and not (known or named or recorded or unreachable):
-        raise LedgerError(
-            f"The model's config says that its weights have a record, and there is no {RECORD} of it where it was"
-            f" loaded from ({base.config._name_or_path!r}). Name the folder or repository that has it with"
-            f" DPTrainer(continues=...), {STATE_IT}."
-        )
-    if unreachable:
-        unchecked = ("base_model_unchecked", *unchecked)
-    return Past((origin, *named) if origin else named, unchecked)
+    found = []
+    for config in _configs(base_model(model)):
+        origin, unreachable = _origin(config, known or bool(found))
+        found += [origin] if origin else []
+        recorded = any(record["ledger"]["events"] for record in found)  # none if it was saved where it was not trained
+        if hasattr(config, MARK) and not (known or named or recorded or unreachable):
+            raise LedgerError(
+                f"The model's config says that its weights have a record, and there is no {RECORD} of it where it was"
+                f" loaded from ({config._name_or_path!r}). Name the folder or repository that has it with"
+                f" DPTrainer(continues=...), {STATE_IT}."
+            )
+        if unreachable and "base_model_unchecked" not in unchecked:
+            unchecked = ("base_model_unchecked", *unchecked)
+    return Past((*found, *named), unchecked)
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """The model's own config, and those of trained models that are parts of it, as an encoder loaded by itself."""
+    own, inside = getattr(model, "config", None), (module.__dict__.get("config") for module in model.modules())
+    configs: dict[tuple, Any] = {}
+    for config in (own, *(config for config in inside if hasattr(config, MARK))):
+        if config is not None:
+            configs.setdefault(_came_from(config), config)
+    return list(configs.values())
+
+
+def _came_from(config: Any) -> tuple[str | None, str | None]:
+    """Folder or repository that a model was loaded from, and its revision."""
+    return getattr(config, "_name_or_path", None), getattr(config, "_commit_hash", None)
 
 
 def _check_adapters(model: nn.Module) -> tuple[str, ...]:
@@ -90,10 +118,9 @@ def _check_adapters(model: nn.Module) -> tuple[str, ...]:
     return ()
 
 
-def _origin(model: nn.Module, known: bool) -> tuple[dict[str, Any] | None, bool]:
+def _origin(config: Any, known: bool) -> tuple[dict[str, Any] | None, bool]:
     """The privacy.json of where a model was loaded from, and whether that could not be looked up."""
-    config = getattr(model, "config", None)
-    name, commit = getattr(config, "_name_or_path", None), getattr(config, "_commit_hash", None)
+    name, commit = _came_from(config)
     if not name:
         return None, False
     if os.path.isdir(name):

@@ -13,11 +13,14 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.linalg import vecdot
+from torch.linalg import vecdot, vector_norm
 
 # The Gram form of a norm can cancel: its rounding error is relative to (sum_t |a_t||ds_t|)^2, not to the norm.
 # `sq_norm` adds this many units of the dtype's epsilon times that bound, so that it never rounds down.
 ROUNDING_UNITS = 32
+
+# Numbers that torch may square and add up one after another in float32. Of millions it loses more than the slack.
+SUMMED = 4096
 
 
 def widen(x: Tensor) -> Tensor:
@@ -50,8 +53,7 @@ class Gram:
         """Sum over all t, s of the products of both matrices: (N,)."""
         total = 0
         for mine, others in zip(self.strips, other.strips, strict=True):
-            # One dot product per record: no temporary as large as the strip.
-            strip = torch.bmm(mine.flatten(1).unsqueeze(1), others.flatten(1).unsqueeze(2)).view(-1)
+            strip = vecdot(mine.flatten(1), others.flatten(1))  # as a product of matrices it would round down
             if mine.shape[2] > mine.shape[1]:  # beyond its diagonal block, a strip stands for its mirror image too
                 width = mine.shape[1]
                 strip = 2 * strip - (mine[:, :, :width] * others[:, :, :width]).sum((1, 2))
@@ -128,7 +130,13 @@ class Dense(PerSample):
         self.g = widen(g.detach())
 
     def sq_norm(self, grams: Grams | None = None) -> Tensor:
-        return torch.linalg.vector_norm(self.g.reshape(len(self.g), -1), dim=1).square()
+        g = self.g.reshape(len(self.g), -1)
+        whole = g.shape[1] // SUMMED * SUMMED
+        rest = vector_norm(g[:, whole:], dim=1).square()
+        if not whole:
+            return rest
+        parts = vector_norm(g[:, :whole].unflatten(1, (-1, SUMMED)), dim=2)
+        return (parts.double().square().sum(1) + rest).to(rest.dtype)
 
     def weighted_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
         g, c = self.g.reshape(len(self.g), -1).t(), c.to(self.g.dtype)
@@ -168,7 +176,8 @@ class Outer(PerSample):
 
     def sq_norm(self, grams: Grams | None = None) -> Tensor:
         if self.left.shape[1] == 1:
-            return widen(self.left).square().sum((1, 2)) * widen(self.right).square().sum((1, 2))
+            left, right = (x.double().square().sum((1, 2)) for x in (self.left, self.right))  # no underflow
+            return (left * right).to(widen(self.left).dtype)
         grams = grams or Grams()
         left, right = grams(self.left), grams(self.right)
         bound = vecdot(left.lengths, right.lengths).square_()
@@ -235,7 +244,8 @@ class Rows(PerSample):
         unique, place = key.flatten().unique(return_inverse=True)
         ds = widen(self.ds).flatten(0, 1)
         rows = ds.new_zeros(len(unique), ds.shape[1]).index_add_(0, place, ds)
-        return ds.new_zeros(records).index_add_(0, unique // self.shape[0], rows.square().sum(1))
+        total = ds.new_zeros(records, dtype=torch.float64)
+        return total.index_add_(0, unique // self.shape[0], rows.square().sum(1).double()).to(ds.dtype)
 
     def weighted_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
         ds = widen(self.ds)

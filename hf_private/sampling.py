@@ -119,6 +119,23 @@ class PoissonSampler(Sampler[list[int]]):
             yield self.draw(counter)[self.rank :: self.world_size].tolist()
 
 
+class OneByOne(Dataset):
+    """A dataset that is asked for one record at a time.
+
+    DataLoader would ask one that can give several (`__getitems__`) for the whole draw, and a transform of it
+    (`Dataset.with_transform`) could pad or scale a record by its neighbours, where nobody looks.
+    """
+
+    def __init__(self, records: Dataset | Sequence[Any]) -> None:
+        self.records = records
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.records[index]
+
+
 class PoissonLoader(DataLoader):
     """DataLoader over a `PoissonSampler` that hands Trainer's `set_epoch` on to it.
 
@@ -140,7 +157,7 @@ class PoissonLoader(DataLoader):
     ) -> None:
         # Workers are seeded from torch's global generator, which somebody may know.
         super().__init__(
-            dataset, batch_sampler=sampler, collate_fn=collate_fn, worker_init_fn=_reseed_worker, **options
+            OneByOne(dataset), batch_sampler=sampler, collate_fn=collate_fn, worker_init_fn=_reseed_worker, **options
         )
 
     def set_epoch(self, epoch: int) -> None:

@@ -23,6 +23,9 @@ LENGTH = 11  # prime: no axis is a multiple of another by chance
 BATCH_SIZES = (1, 2, 3, 5, 7)  # an axis that has nothing to do with records is not a multiple of all of them
 
 
+SAME_LOSS = 1e-5  # relative difference of two losses that ought to be the same number
+
+
 class SelfCheckError(RuntimeError):
     """The model's per-sample gradients are not exact, or its records are not independent."""
 
@@ -81,12 +84,14 @@ def self_check(
             _check_norms(f"in a batch of {size}", norms[:size], some, tolerance(dtype))
         if records_meet:
             other = make_batch(sizes[-1], LENGTH, torch.Generator().manual_seed(1))
-            mixed = {key: torch.cat([other[key][:1], rows[1:]]) for key, rows in batch.items()}
+            mixed = _exchanged(batch, other)
             others = _norms(model, per_sample_loss, mixed)
             _check_norms("beside another first record", norms[1:], others[1:], tolerance(dtype))
+            _check_losses(model, per_sample_loss, batch, mixed)
             model.train()  # some models let records meet in training only; equal seeds drop out the same
             norms, others = (_norms(model, per_sample_loss, one, seed=0)[1:] for one in (batch, mixed))
             _check_norms("beside another first record in training mode", norms, others, tolerance(dtype))
+            _check_losses(model, per_sample_loss, batch, mixed)
             model.eval()
         _check_sum(model, per_sample_loss, batch, tolerance(dtype))
     seconds = time.perf_counter() - start
@@ -95,10 +100,23 @@ def self_check(
     )
 
 
+def _seed(seed: int) -> None:
+    for generator in (random.seed, np.random.seed, torch.manual_seed):
+        generator(seed)
+
+
+def _exchanged(batch: Batch, other: Batch) -> dict[str, Tensor]:
+    """The batch with another first record, one that differs in as much as possible, its label included."""
+    differ = [
+        sum(not torch.equal(other[key][n], rows[0]) for key, rows in batch.items()) for n in range(BATCH_SIZES[-1])
+    ]
+    n = differ.index(max(differ))
+    return {key: torch.cat([other[key][n : n + 1], rows[1:]]) for key, rows in batch.items()}
+
+
 def _norms(model: nn.Module, loss: Callable, batch: Batch, seed: int | None = None) -> Tensor:
     if seed is not None:
-        for generator in (random.seed, np.random.seed, torch.manual_seed):
-            generator(seed)
+        _seed(seed)
     with BookKeeper(model) as book:
         book.backward(loss(model, batch))
         return book.norms()
@@ -163,6 +181,25 @@ def _check_norms(where: str, norms: Tensor, others: Tensor, limit: float) -> Non
             f"Records are not independent: gradient norms change by {difference:.1%} when a record is taken {where}. "
             "Something in the model or the loss (a batch statistic, padding, routing, a time-first layout) lets"
             " records meet. Remedy: `per_device_train_batch_size=1`, pad all records to one length, or another model."
+        )
+
+
+def _check_losses(model: nn.Module, loss: Callable, batch: Batch, mixed: Batch) -> None:
+    """Losses of all records but the first, which alone is another: of the same shapes, they round the same way.
+
+    So this is sharper than norms, of which a fresh model's are all alike, and coarse in half precision.
+    """
+    found = []
+    for one in (batch, mixed):
+        _seed(0)
+        with torch.no_grad():
+            found.append(loss(model, one)[1:].double())
+    difference = ((found[0] - found[1]).abs() / (found[0].abs() + found[1].abs()).clamp_min(1e-12)).max().item()
+    if not difference <= SAME_LOSS:
+        raise SelfCheckError(
+            f"Records are not independent: losses change by {difference:.2g} of themselves when the first record of"
+            " their batch is another. Something in the model or the loss (a mean over the batch, weights that are"
+            " divided by their sum) lets records meet. Remedy: `per_device_train_batch_size=1`, or another loss."
         )
 
 

@@ -27,7 +27,9 @@ SCOPE = "This shows that the claim follows from the record, not that the record 
 TOLERANCE = 1e-3  # of an accountant's number, between machines
 NUMBER = r"(\d+(?:\.\d+)?(?:e-?\d+)?)"
 CLAIM = re.compile(
-    rf"(?:epsilon|ε)\W{{0,6}}?(?:of |is )?{NUMBER}|\({NUMBER},\s*[\d.e-]+\)\W?(?:DP|diff)", re.IGNORECASE
+    rf"(?:\beps(?:ilon)?\b|ε)\W{{0,6}}?(?:of |is |below |under |at most )?{NUMBER}"
+    rf"|\({NUMBER},\s*[\d.e-]+\)\W?(?:DP|diff)",
+    re.IGNORECASE,
 )
 OF_THE_RUN = ("clip_norm", "clipping", "noise", "carriers", "anchors", "log_nonprivate")
 
@@ -223,6 +225,8 @@ def _metadata(record: dict[str, Any], data: Any, text: str) -> Found:
     for key in {**expected, **block}:
         if block.get(key) != expected.get(key):
             yield WRONG, f"{CARD}: `differential_privacy.{key}` is {block.get(key)!r}, not {expected.get(key)!r}"
+    for key in {"epsilon", "eps"} & {*data.to_dict()}:
+        yield WRONG, f"{CARD} has metadata `{key}` outside of `differential_privacy`"
     if not record["private"] and (wrong := sorted({*TAGS} & {*(data.get("tags") or ())})):
         yield WRONG, f"{CARD} is tagged `{wrong[0]}`, but the record is not private"
 

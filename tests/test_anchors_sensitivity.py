@@ -132,3 +132,20 @@ def test_noise_has_the_scale_of_each_part(residual):
     second = math.sqrt(2) * sigma * s1 / 5 if residual else 0.0
     assert embedding.mean().sqrt().item() == pytest.approx(math.hypot(first, second), rel=0.1)
     assert (rest.sum() / 20 / (noised.numel() - 40)).sqrt().item() == pytest.approx(second, rel=0.05, abs=1e-9)
+
+
+def test_a_gradient_of_millions_of_equal_numbers_stays_within_the_second_clip_norm():
+    """|g|^2 - |w|^2 cancels: a norm that loses a thousandth of itself would lose most of a small residual."""
+    shape, share = (768, 1024), 3e-4
+    generator = torch.Generator().manual_seed(0)
+    g = torch.randn(shape, generator=generator).sign() * 0.0013 * 512
+    along = (g.double() / g.double().norm()).flatten()
+    across = torch.randn(along.shape, generator=generator, dtype=torch.float64)
+    across -= (across @ along) * along
+    basis = (along * (1 - share) ** 0.5 + across / across.norm() * share**0.5).float().unsqueeze(0)
+    method = Anchors({"all": Group(("w",), 1)}, residual_clip_norm=0.2)
+    method.attach({"w": nn.Parameter(torch.zeros(shape))})
+    method.basis = {"w": basis.view(1, *shape)}
+    method.slack = anchors.SLACK[torch.float32] + defect([basis])
+    sums = method.clipped_sums(method.observe("w", Dense(g.unsqueeze(0))), Clipping("flat", clip_norm=1.0))
+    assert sums["w"].double().norm() <= 0.2

@@ -70,6 +70,7 @@ def test_layer_names():
         ({"mode": "adaptive"}, "clipping"),
         ({"clip_norm": 0}, "clip_norm"),
         ({"clip_norm": -1.0}, "clip_norm"),
+        ({"clip_norm": 1e-9}, "clip_norm"),
         ({"clip_norm": float("nan")}, "clip_norm"),
         ({"gamma": 0.0}, "gamma"),
         ({"mode": "automatic", "clip_norm": math.inf}, "clip_norm"),

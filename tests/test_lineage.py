@@ -10,7 +10,7 @@ from huggingface_hub import _CACHED_NO_EXIST
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from torch import nn
-from transformers import BertForSequenceClassification, PreTrainedConfig
+from transformers import BertForSequenceClassification, BertModel, PreTrainedConfig
 
 from hf_private import lineage
 from hf_private.checkpoint import Spending
@@ -200,6 +200,33 @@ def test_an_adapters_record_that_has_the_base_models_in_it(tmp_path: Path) -> No
             spent.inherit(*past_of(loaded(base), folder))
         assert [source["head"] for source in spent.sources] == heads
         assert sum(event.steps for event in spent.events) == 3 * len(heads)
+
+
+# ---- parts, and objects that are shared
+
+
+def test_a_trained_model_that_is_a_part_of_another(tmp_path: Path) -> None:
+    """The config of the whole says nothing of it."""
+    first = tiny.trainer(tmp_path / "first")
+    first.train()
+    first.save_model()
+    for whole in (nn.Module(), tiny.bert()):
+        whole.bert = BertModel.from_pretrained(tmp_path / "first")
+        assert [len(past["ledger"]["events"]) for past in past_of(whole).records] == [1]
+    (tmp_path / "first" / "privacy.json").unlink()
+    with pytest.raises(LedgerError, match="no privacy.json"):
+        past_of(whole)
+
+
+def test_a_new_model_from_a_config_that_a_trained_one_was_built_from(tmp_path: Path) -> None:
+    """As in a loop over epsilons: its weights are new, and owe nothing."""
+    config = tiny.bert().config
+    for name in ("first", "second"):
+        trainer = tiny.trainer(tmp_path / name, BertForSequenceClassification(config))
+        trainer.train()
+        assert steps(trainer) == 4
+        assert hasattr(trainer.model.config, lineage.MARK) and not hasattr(config, lineage.MARK)
+        assert trainer.model.bert.config is trainer.model.config
 
 
 # ---- this process

@@ -96,6 +96,27 @@ def test_the_gram_form_never_rounds_a_cancelling_norm_down():
     assert (unguarded < exact).any(), "the guard would not be needed"
 
 
+@pytest.mark.parametrize("shape", [(300,), (5000,), (768, 3072), (4096, 1024), (16, 3, 3)])
+@pytest.mark.parametrize("kind", ["normal", "alike"])
+def test_norms_of_many_numbers_do_not_round_down(shape, kind):
+    """torch adds millions of squares one after another; a norm that is too low lets a record exceed the clip norm."""
+    g = torch.randn(2, *shape) if kind == "normal" else torch.full((2, *shape), 0.00137)
+    exact = g.double().flatten(1).square().sum(1)
+    assert (Dense(g).sq_norm().double() >= exact * (1 - 1e-5)).all()
+
+
+@pytest.mark.parametrize(("positions", "columns"), [(128, 768), (300, 512)])
+def test_norms_of_tokens_that_are_all_alike_do_not_round_down(positions, columns):
+    left, right = (torch.rand(8, 1, n).expand(-1, positions, -1) for n in (768, columns))
+    exact = Outer(left.double(), right.double()).sq_norm()
+    assert (Outer(left, right).sq_norm().double() >= exact * (1 - 1e-6)).all()
+
+
+def test_a_square_that_underflows_is_seen_beside_a_large_input():
+    value = Outer(torch.full((1, 1, 4), 1e-23), torch.full((1, 1, 4), 1e18))
+    torch.testing.assert_close(value.sq_norm(), torch.tensor([16e-10]))
+
+
 @pytest.mark.parametrize("positions", [63, 64, 65, 150])
 def test_a_gram_matrix_in_strips_is_the_whole_one(positions):
     x, y = torch.randn(2, positions, 3).double(), torch.randn(2, positions, 4).double()

@@ -6,6 +6,7 @@ import random
 import time
 from itertools import combinations
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -383,3 +384,17 @@ def test_a_collator_can_be_sent_to_a_worker():
     batch = pickle.loads(pickle.dumps(collator([{"input_ids": [1]}])))
     assert batch.micro_batches == [{"rows": [{"input_ids": [1]}]}] and batch.size == 1
     assert collator([]).micro_batches == [] and collator([]).size == 0
+
+
+def test_a_transform_of_the_dataset_never_sees_two_records():
+    """DataLoader asks a `datasets.Dataset` for a whole draw at once, and a transform could let its records meet."""
+    seen = []
+
+    def transform(batch):
+        seen.append(len(batch["x"]))
+        return batch
+
+    records = datasets.Dataset.from_dict({"x": list(range(60))}).with_transform(transform)
+    drawn = [len(batch) for batch in PoissonLoader(records, PoissonSampler(60, 20), collate_fn=list)]
+    assert sum(drawn) == len(seen) > 3
+    assert set(seen) == {1}

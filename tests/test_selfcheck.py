@@ -181,3 +181,34 @@ def test_nothing_is_left_behind():
     assert [m.training for m in model.modules()] == modes
     assert model.classifier.weight.grad is marker
     assert all(p.grad is None for name, p in model.named_parameters() if name != "classifier.weight")
+
+
+def self_paced(losses):
+    return losses * torch.sigmoid(losses - losses.mean()).detach()
+
+
+COUPLED = {  # (logits, labels) -> losses in which the records of a batch meet
+    "divided by the mean": lambda logits, y: each(logits, y) / each(logits, y).detach().mean(),
+    "class weights of the batch": lambda logits, y: each(logits, y) * (1 + 0.3 * y) / (1 + 0.3 * y).mean(),
+    "centred logits": lambda logits, y: each(logits - logits.detach().mean(0), y),
+    "self-paced": lambda logits, y: self_paced(each(logits, y)),
+}
+
+
+def each(logits, labels):
+    return F.cross_entropy(logits.float(), labels, reduction="none")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", COUPLED)
+def test_losses_in_which_records_meet_are_refused_in_any_precision(how, dtype):
+    """A fresh model's losses are nearly equal: norms hardly move, and not at all within the rounding of bfloat16."""
+    model, _ = cases.build("bert", dtype)
+
+    def loss(model, batch, of=COUPLED[how]):
+        inputs = {key: x for key, x in batch.items() if key != "labels"}
+        return of(model(**inputs).logits, batch["labels"])
+
+    with pytest.raises(SelfCheckError, match="not independent"):
+        check(model, loss)
+    assert "exact" in check(model, lambda model, batch: loss(model, batch, each))

@@ -176,6 +176,13 @@ CARD_EDITS = [  # (pattern, replacement, words of the answer)
     (r"\n# Fine-tuned", "\nWith epsilon = 0.05!\n\n# Fine-tuned", "claims epsilon 0.05"),
     (r"\n# Fine-tuned", "\nprivate (ε ≤ 0.1)\n\n# Fine-tuned", "claims epsilon 0.1"),
     (r"\n# Fine-tuned", "\nIt is (0.1, 1e-5)-DP.\n\n# Fine-tuned", "claims epsilon 0.1"),
+    (r"\n# Fine-tuned", "\nWith eps below 0.1.\n\n# Fine-tuned", "claims epsilon 0.1"),
+    (r"^---\n", "---\nepsilon: 0.1\n", "metadata `epsilon`"),
+    (
+        r"(?s)(<!-- hf-private: begin section -->.*end section -->\n)",
+        r"\1\n<!-- hf-private: begin section -->\n**epsilon = 0.1**\n<!-- hf-private: end section -->\n",
+        "claims epsilon 0.1",
+    ),
     (r"(?s)<!-- hf-private: begin section.*end section -->", "", "no privacy section"),
     (r"record_sha256: \w+", "record_sha256: " + "0" * 64, "record_sha256"),
     (r"- the evaluation data, and the metrics measured on it\n", "", "privacy section says"),

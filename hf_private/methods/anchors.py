@@ -31,7 +31,7 @@ from .full import Factors, Method
 
 # Slack s of the residual's norm^2, which is taken as |g|^2 - |w|^2 + s|g|^2. It covers rounding, which is relative to
 # |g| and not to |r|, and by bounding c|g| <= S2 / sqrt(s) it keeps small the rounding of the two sums that cancel.
-SLACK = {torch.float32: 1e-5, torch.float64: 1e-12}
+SLACK = {torch.float32: 1e-4, torch.float64: 1e-12}
 LARGEST_DEFECT = 1e-3  # of |B B^T - I|: beyond, B is no basis
 COPIES = 2  # the basis and the product that becomes the next one; a group more while it is orthonormalised
 

@@ -61,11 +61,46 @@ MUTANTS = (
         "persample.py",
         (
             (
-                "return ds.new_zeros(records).index_add_(0, unique // self.shape[0], rows.square().sum(1))",
+                "return total.index_add_(0, unique // self.shape[0], rows.square().sum(1).double()).to(ds.dtype)",
                 "return widen(self.ds).square().sum((1, 2))",
             ),
         ),
         "tests/test_persample.py::test_norms_and_sums_are_those_of_the_formed_gradients",
+    ),
+    Mutant(
+        "millions of squares added one after another",
+        "persample.py",
+        (("whole = g.shape[1] // SUMMED * SUMMED", "whole = 0"),),
+        "tests/test_persample.py::test_norms_of_many_numbers_do_not_round_down",
+    ),
+    Mutant(
+        "Gram matrices multiplied by a product that rounds down",
+        "persample.py",
+        (
+            (
+                "strip = vecdot(mine.flatten(1), others.flatten(1))",
+                "strip = torch.bmm(mine.flatten(1).unsqueeze(1), others.flatten(1).unsqueeze(2)).view(-1)",
+            ),
+        ),
+        "tests/test_persample.py::test_norms_of_tokens_that_are_all_alike_do_not_round_down",
+    ),
+    Mutant(
+        "a transform of the dataset that sees the whole draw",
+        "sampling.py",
+        (("            OneByOne(dataset), batch_sampler", "            dataset, batch_sampler"),),
+        "tests/test_sampling.py::test_a_transform_of_the_dataset_never_sees_two_records",
+    ),
+    Mutant(
+        "losses that records share, hidden by half precision",
+        "selfcheck.py",
+        (("if not difference <= SAME_LOSS:", "if False:"),),
+        "tests/test_selfcheck.py::test_losses_in_which_records_meet_are_refused_in_any_precision",
+    ),
+    Mutant(
+        "a page of the book that is not turned",
+        "bookkeeping.py",
+        (("records, self._records, self._batch_size = self._records, {}, None", "records = self._records"),),
+        "tests/test_bookkeeping.py::test_one_open_book_serves_batches_of_any_size",
     ),
     Mutant(
         "norms in half precision",
@@ -231,8 +266,14 @@ MUTANTS = (
     Mutant(
         "a model that was moved away from its record begins anew",
         "lineage.py",
-        (("    if marked and not (known", "    if False and not (known"),),
+        (("if hasattr(config, MARK) and not (known", "if False and not (known"),),
         "tests/test_lineage.py::test_a_trained_model_that_was_moved_or_saved_by_hand_is_refused",
+    ),
+    Mutant(
+        "a trained encoder inside another model begins anew",
+        "lineage.py",
+        (("for config in (own, *(config for config in inside if hasattr(config, MARK))):", "for config in (own,):"),),
+        "tests/test_lineage.py::test_a_trained_model_that_is_a_part_of_another",
     ),
     Mutant(
         "a run that was refused for its past is let in when it is tried again",
