@@ -14,7 +14,7 @@ help:  ## list the targets
 
 install: $(VENV)/.all  ## everything a contributor needs
 
-demo: $(VENV)/.demo  ## a private fine-tune from start to card, offline, in about three minutes
+demo: $(VENV)/.demo  ## a private fine-tune from start to card, offline, in three to five minutes
 	$(BIN)/hf-private demo
 
 test: $(VENV)/.all  ## the tests and doctests, in less than ten minutes

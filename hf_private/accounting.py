@@ -139,6 +139,12 @@ class EpsilonReport:
     bounds: dict[str, Bounds] = field(default_factory=dict)
     note: str = ""
 
+    def __str__(self) -> str:
+        others = ", ".join(f"{name.upper()} {bounds[2]:.3f}" for name, bounds in self.bounds.items())
+        return f"epsilon {self.epsilon:.3f} at delta {self.delta:g} (upper bounds: {others})" + (
+            f"; {self.note}" if self.note else ""
+        )
+
     @property
     def prv(self) -> Bounds | None:
         """PRV's certified (lower, estimate, upper)."""
@@ -164,8 +170,8 @@ def epsilon(
     PLD. If the chosen accountant fails it is the largest bound of the others, and `note` says so.
 
     >>> report = epsilon([Event(0.01, (1.0,), steps=1000)], delta=1e-5)
-    >>> round(report.epsilon, 3), round(report.pld, 3), round(report.rdp, 3)
-    (1.838, 1.828, 2.101)
+    >>> print(report)
+    epsilon 1.838 at delta 1e-05 (upper bounds: PRV 1.838, PLD 1.828, RDP 2.101)
     """
     _check(delta, accountant, eps_error)
     settings = _settings(events)

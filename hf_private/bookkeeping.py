@@ -99,7 +99,10 @@ class BookKeeper:
                 self.leading = len(first)
             return
         if first is None or len(first) == 0:
-            raise ValueError("The model was called without records: BookKeeper needs a batch of at least one.")
+            raise ValueError(
+                "The model must be called with at least one record, got none"
+                f" (arguments: {sorted(kwargs) or len(args)}). If the dataset is text, tokenize it first."
+            )
         if self._batch_size not in (None, len(first)):
             raise ValueError(f"The model was called with {len(first)} records after {self._batch_size} in one book.")
         self._batch_size = self.leading = len(first)

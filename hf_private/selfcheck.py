@@ -214,8 +214,9 @@ def _check_state(model: nn.Module, loss: Callable, batch: Batch) -> None:
     changed += [name for name, count in _writes(model).items() if count != written.get(name, count)]
     if changed:
         raise SelfCheckError(
-            f"{_list(changed)}: a buffer or a weight that a forward pass changes would leak data. Remedy: replace the"
-            " module, or build it without what changes it (a batch statistic, `max_norm`)."
+            f"{_list(changed)}: a buffer or a weight that a forward pass changes would leak data"
+            f" ({type(model.get_submodule(changed[0].rpartition('.')[0])).__name__}). Remedy: replace the module"
+            " (BatchNorm by GroupNorm), or build it without what changes it (a batch statistic, `max_norm`)."
         )
 
 

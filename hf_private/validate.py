@@ -16,7 +16,7 @@ from typing import Any
 
 def _number(name: str, value: Any, wanted: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
-        raise ValueError(f"`{name}` must be {wanted}, got {value!r}.")
+        raise ValueError(f"`{name}` must be a number {wanted}, got {value!r}.")
     return float(value)
 
 

@@ -117,10 +117,13 @@ class Sweep:
         return {"config": self.plan["config"], **self.plan.get("settings", {}), **cell.settings, "method": cell.method}
 
     def asked(self, cell: Cell) -> dict[str, Any]:
-        """All of a cell's settings, what its config file says in a hash; done with others, a cell is not done."""
-        own = self.base.get("by_method", {}).get(cell.method)
-        content = json.dumps([self.base | {"by_method": None}, own], sort_keys=True)
-        return {"config_sha256": hashlib.sha256(content.encode()).hexdigest()[:16], **self.settings(cell)}
+        """All of a cell's settings, what its config file says besides in a hash; done with others, it is not done."""
+        settings, own = self.settings(cell), self.base.get("by_method", {}).get(cell.method) or {}
+        files = [
+            {k: v for k, v in part.items() if k not in settings} for part in (self.base | {"by_method": None}, own)
+        ]
+        content = json.dumps(files, sort_keys=True)
+        return {"config_sha256": hashlib.sha256(content.encode()).hexdigest()[:16], **settings}
 
     def command(self, cell: Cell) -> list[str]:
         settings = self.settings(cell) | {"output_dir": str(self.runs / cell.name)}

@@ -67,6 +67,18 @@ def test_every_parameter_of_bert_is_covered(tmp_path: Path, capsys: pytest.Captu
     assert found["methods"]["RGP r=2"]["flops"] < found["methods"]["plain training"]["flops"]
 
 
+def test_a_model_for_short_records_is_examined_at_its_own_length(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    config = BertConfig(**SMALL, max_position_embeddings=20)
+    folder = saved(tmp_path, config, "BertForSequenceClassification")
+    assert main(["doctor", folder, "--carriers", "r=2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["micro_batch"]["length"] == 20
+    with pytest.raises(SystemExit):
+        main(["doctor", folder, "--length", "64"])
+    assert "records of 64 tokens" in capsys.readouterr().err
+
+
 def test_tied_weight_shows_both_rules(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     config = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=60, n_positions=32)
     _, found = report(capsys, saved(tmp_path, config, "GPT2LMHeadModel"))

@@ -2,7 +2,7 @@
 
 Trains a classifier of support tickets within a privacy budget, beside it the same run without
 privacy, and writes the private model, its card and a picture. Needs neither network nor GPU; takes
-about three minutes on two cores.
+three to five minutes on two cores.
 
 example:
   hf-private demo --output-dir hf_private_demo --epsilon 8

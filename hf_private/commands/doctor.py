@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--task", choices=TASKS, help="which head to put on the model (default: the one that its config names)"
     )
     parser.add_argument("--batch", type=whole(1), default=8, help="records in a micro-batch (default: %(default)s)")
-    parser.add_argument("--length", type=whole(1), default=128, help="tokens per record (default: %(default)s)")
+    parser.add_argument("--length", type=whole(1), help="tokens per record (default: 128, or what the model takes)")
     parser.add_argument(
         "--carriers",
         metavar="r=8,...",
@@ -59,7 +59,10 @@ def _examine(args: argparse.Namespace) -> "tuple[list[Entry], list[Row]]":
 
     build = builder(args.model, args.task)
     attempts = [("meta", False), ("meta", True)]  # some models look for padding, others are content with a mask
-    if sum(p.numel() for p in build("meta").parameters()) <= SMALL:
+    model = build("meta")
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None) or 128
+    args.length = min(128, longest) if args.length is None else args.length
+    if sum(p.numel() for p in model.parameters()) <= SMALL:
         attempts.append(("cpu", True))
     for device, mask in attempts:
         try:
@@ -68,7 +71,9 @@ def _examine(args: argparse.Namespace) -> "tuple[list[Entry], list[Row]]":
             raise UsageError(f"argument --carriers: {error}" if args.carriers else str(error)) from error
         except (NotImplementedError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
-    raise UsageError(f"argument MODEL: {args.model} looks at its input's values and is too large to be run: {reason}")
+    raise UsageError(
+        f"argument MODEL: {args.model} cannot be run on {args.batch} records of {args.length} tokens: {reason}"
+    )
 
 
 def _examine_on(
