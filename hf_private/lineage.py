@@ -52,7 +52,7 @@ def mark(model: nn.Module) -> None:
         return
     marked = copy.deepcopy(config)
     setattr(marked, MARK, RECORD)
-    for module in base.modules():
+    for module in model.modules():
         if module.__dict__.get("config") is config:
             module.config = marked
 
@@ -66,10 +66,8 @@ def past_of(model: nn.Module, continues: str | Path | None = None, known: bool =
     """
     named = () if continues is None else (_named(continues),)
     unchecked = _check_adapters(model) if not known and not named else ()
-    if records := remembered(model):
-        return Past((*records, *named), unchecked)
-    found = []
-    for config in _configs(base_model(model)):
+    found = [*remembered(model)]
+    for config in _configs(base_model(model), parts_only=bool(found)):  # the whole is known then
         origin, unreachable = _origin(config, known or bool(found))
         found += [origin] if origin else []
         recorded = any(record["ledger"]["events"] for record in found)  # none if it was saved where it was not trained
@@ -84,14 +82,14 @@ def past_of(model: nn.Module, continues: str | Path | None = None, known: bool =
     return Past((*found, *named), unchecked)
 
 
-def _configs(model: nn.Module) -> list[Any]:
+def _configs(model: nn.Module, parts_only: bool) -> list[Any]:
     """The model's own config, and those of trained models that are parts of it, as an encoder loaded by itself."""
     own, inside = getattr(model, "config", None), (module.__dict__.get("config") for module in model.modules())
-    configs: dict[tuple, Any] = {}
-    for config in (own, *(config for config in inside if hasattr(config, MARK))):
-        if config is not None:
+    configs = {} if own is None else {_came_from(own): own}
+    for config in inside:
+        if hasattr(config, MARK):
             configs.setdefault(_came_from(config), config)
-    return list(configs.values())
+    return list(configs.values())[int(parts_only and own is not None) :]
 
 
 def _came_from(config: Any) -> tuple[str | None, str | None]:

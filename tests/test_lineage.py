@@ -218,6 +218,18 @@ def test_a_trained_model_that_is_a_part_of_another(tmp_path: Path) -> None:
         past_of(whole)
 
 
+def test_a_trained_part_that_is_put_into_a_model_of_this_process(tmp_path: Path) -> None:
+    first = tiny.trainer(tmp_path / "first")
+    first.train()
+    first.save_model()
+    second = tiny.trainer(tmp_path / "second")
+    second.train()
+    second.model.bert = BertModel.from_pretrained(tmp_path / "first")
+    third = tiny.trainer(tmp_path / "third", second.model)
+    third.train()
+    assert steps(third) == 12
+
+
 def test_a_new_model_from_a_config_that_a_trained_one_was_built_from(tmp_path: Path) -> None:
     """As in a loop over epsilons: its weights are new, and owe nothing."""
     config = tiny.bert().config
