@@ -95,8 +95,8 @@ def test_history_cannot_be_resumed_without_its_start(tmp_path):
 
 def test_the_non_private_twin_learns(tmp_path):
     """Noise 0 and clip inf: the loss on the training records goes down."""
-    made = trainer(tmp_path, steps=60, noise_multiplier=0.0, clip_norm=float("inf"), save_steps=1000, r=4)
-    made.args.learning_rate = 0.5
+    made = trainer(tmp_path, steps=120, noise_multiplier=0.0, clip_norm=float("inf"), save_steps=1000, r=4)
+    made.args.learning_rate = 0.2  # at 0.5 the loss jumps, and rounding decides when
     before = made.evaluate(made.train_dataset)["eval_loss"]
     made.train()
     assert made.evaluate(made.train_dataset)["eval_loss"] < 0.8 * before
