@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from .heads import IGNORE_INDEX, REMEDY, Head, base_model, head_of
 from .independence import refuse_batch, refuse_model
@@ -28,25 +29,51 @@ def _float(logits: Tensor) -> Tensor:
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
 
+class _CrossEntropy(torch.autograd.Function):
+    """Cross entropy of each position: logits (..., V), labels (...) -> (...), 0 where the label does not count.
+
+    As torch's, but its backward pass makes one tensor of the logits' size, not two: with a large vocabulary they are
+    the peak of a step's memory.
+    """
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+        p = logits.softmax(-1)
+        counts = labels != IGNORE_INDEX
+        index = labels.where(counts, 0).unsqueeze(-1)
+        ctx.smoothing = smoothing
+        ctx.save_for_backward(p, index, counts)
+        # log(sum exp(logits)), by way of the most likely class: its p is at least 1 / V, any other's may underflow.
+        total = logits.amax(-1) - p.amax(-1).log()
+        aim = (1 - smoothing) * logits.gather(-1, index).squeeze(-1)
+        if smoothing:
+            aim = aim + smoothing * logits.mean(-1)
+        return (total - aim).where(counts, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g: Tensor) -> tuple:
+        p, index, counts = ctx.saved_tensors
+        g = g.where(counts, 0).unsqueeze(-1)
+        gradient = p * g
+        if ctx.smoothing:
+            gradient.sub_(g * (ctx.smoothing / p.shape[-1]))
+        return gradient.scatter_add_(-1, index, (ctx.smoothing - 1) * g), None, None
+
+
 def token_loss(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Mean cross entropy over each record's own labelled tokens; 0 for a record without any.
 
-    Shapes: logits (B, T, V), labels (B, T) with -100 for tokens that do not count -> (B,). The logits are only viewed,
-    never shifted or copied (unless they are half precision).
+    Shapes: logits (B, T, V), labels (B, T) with -100 for tokens that do not count -> (B,). The logits are never shifted
+    or copied (unless they are half precision).
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
             f"`labels` must have the shape {tuple(logits.shape[:-1])} of the logits, got {tuple(labels.shape)}. "
             "(Prompt tuning lengthens the logits and is not supported; LoRA is.)"
         )
-    losses = F.cross_entropy(
-        _float(logits).flatten(0, 1),
-        labels.flatten(),
-        ignore_index=IGNORE_INDEX,
-        reduction="none",
-        label_smoothing=label_smoothing,
-    )
-    return losses.view_as(labels).sum(-1) / (labels != IGNORE_INDEX).sum(-1).clamp(min=1)
+    losses = _CrossEntropy.apply(_float(logits), labels, label_smoothing)
+    return losses.sum(-1) / (labels != IGNORE_INDEX).sum(-1).clamp(min=1)
 
 
 def shifted(labels: Tensor) -> Tensor:

@@ -1,19 +1,17 @@
 """What a private step costs: speed, memory and operations of every engine as ratios against plain training.
 
-    python recipes/benchmark.py                      # the two headline settings (make bench)
+    python recipes/benchmark.py                      # the headline settings, and what is asked of them (make bench)
     python recipes/benchmark.py --all                # all others (make bench-all); goes on where it was stopped
-    python recipes/benchmark.py --settings bert-8x128 --engines bk rgp --rounds 6 --output try
+    python recipes/benchmark.py --settings bert-8x128 --engines bk rgp --seconds 60 --output try
+    python recipes/benchmark.py --settings bert-8x32 --engines plain bk --profile        # where the time goes
     make bench-peers                                 # Opacus and Opake, in an environment of their own
 
 One step = forward and backward pass, for private engines with clipping and summing, without noise and optimizer.
-All engines of a setting run in one process, in turn, on one thread. Other load on a machine only ever adds to a time,
-and comes and goes in seconds, so a step is taken apart: calls of one operation on operands of the same shapes (and the
-Python code between all of them) count with their tenth percentile over the rounds of a run, and a step's time is the
-sum. A speed is the ratio of such times, the worst of the runs. That hides a cost which only some like calls have, as
-operands that have left the cache. "Whole steps" is the ratio of the fastest whole steps of all runs in CPU seconds,
-with the machine's noise in it. A profiler runs along with both, which costs engines of many small calls more. Memory
-is the peak of live tensor bytes, weights included; operations are counted by torch. Results go to
-recipes/results/<output>.{md,json,png}; what is there already is not measured again, unless --fresh is given.
+All engines of a setting run in one process, in turn, on one thread. Other load on a machine only ever adds to a time:
+in each run an engine's fastest step counts, in CPU seconds. A speed is plain training's time over the engine's; of
+several runs the worst counts. Memory is the peak of live tensor bytes, weights included; operations are counted by
+torch. Results go to recipes/results/<output>.{md,json,png}; what is there already is not measured again, unless
+--fresh is given.
 """
 
 import argparse
@@ -24,25 +22,21 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import transformers as hf
+from counting import LiveBytes, counted
 from engines import MODELS, OURS, Step, anchors, lora, make_batch, minilm, with_method
 from peers import PEERS
-from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.profiler import ProfilerActivity, profile
 
 RESULTS = Path(__file__).parent / "results"
 ENGINES = OURS | PEERS
-WHOLE_ONLY = ("opake",)  # its transforms do not run under the counters, and fill the memory under the profiler
-HEADLINE = ("bert-8x128", "gpt2-4x100")
+UNCOUNTED = ("opake",)  # its transforms do not run under the counters
+FULL, SHORT, LONG = ("bert-8x128", "gpt2-4x100"), ("bert-8x32", "gpt2-8x32"), ("gpt2-1x1024",)
+HEADLINE = dict.fromkeys(FULL, tuple(OURS)) | dict.fromkeys(SHORT + LONG, ("plain", "bk"))
 GRID = (
     "bert-8x32", "bert-2x512", "roberta-8x32", "roberta-8x128", "roberta-2x512", "minilm-16x32", "minilm-16x128",
     "minilm-4x512", "gpt2-8x32", "gpt2-4x128", "gpt2-2x512", "gpt2-1x1024", "llama-8x32", "llama-4x128",
@@ -50,54 +44,30 @@ GRID = (
 )  # fmt: skip
 
 
-# ---- counting
+class Aim(NamedTuple):
+    """What an engine is to reach in some settings: a ratio against another engine, at least (speed) or at most."""
+
+    engine: str
+    ratio: str
+    bound: float
+    settings: tuple[str, ...] = FULL
+    against: str = "plain"
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the model's storages and of all that operations create while they live; keeps the peak."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._known = WeakIdKeyDictionary()
-        for tensor in (*model.parameters(), *model.buffers()):
-            self._track(tensor.untyped_storage())
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self._track(tensor.untyped_storage())
-        return out
-
-    def _track(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._known:
-            return
-        size = storage.nbytes()
-        self._known[storage] = _Finally(lambda: self._free(size))
-        self.live += size
-        self.peak = max(self.peak, self.live)
-
-    def _free(self, size: int) -> None:
-        self.live -= size
-
-
-class _Finally:
-    """Runs a function when the entry that holds it goes."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self.function = function
-
-    def __del__(self) -> None:
-        self.function()
-
-
-@contextmanager
-def counted(model: nn.Module) -> Iterator[dict[str, float]]:
-    row: dict[str, float] = {}
-    with FlopCounterMode(display=False) as flops, LiveBytes(model) as live:
-        yield row
-    row["flops"], row["bytes"] = flops.get_total_flops(), live.peak
+AIMS = (
+    Aim("bk", "speed", 0.90),
+    Aim("bk", "speed", 0.96, SHORT),
+    Aim("bk", "speed", 0.72, LONG),
+    Aim("rgp", "speed", 1.35),
+    Aim("lsg", "speed", 1.35),
+    Aim("rgp", "speed", 0.95, against="frozen"),
+    Aim("lsg", "speed", 0.95, against="frozen"),
+    Aim("lora-bk", "speed", 0.95, against="lora"),
+    Aim("bk", "memory", 1.10),
+    Aim("rgp", "memory", 0.90),
+    Aim("lsg", "memory", 0.90),
+    Aim("bk", "operations", 1.10),
+)
 
 
 # ---- measuring
@@ -115,7 +85,7 @@ def prepare(setting: str, engines: list[str]) -> tuple[dict[str, dict], dict[str
         batch = make_batch(model, name, batch_size, length)
         try:
             step = ENGINES[engine](model, batch)
-            if engine in WHOLE_ONLY:
+            if engine in UNCOUNTED:
                 step()
                 row = {"flops": None, "bytes": None}
             else:
@@ -131,63 +101,40 @@ def prepare(setting: str, engines: list[str]) -> tuple[dict[str, dict], dict[str
     return rows, steps
 
 
-# Operation and shapes of its operands -> microseconds of each call, without the operations inside it.
-Calls = dict[tuple[str, str], list[float]]
-
-
-def timed(step: Step, apart: bool = True) -> tuple[float, Calls]:
-    """One step: its CPU seconds, and the times of the calls in it. What no operation took stands under "step"; all of
-    it does, if it is not taken `apart`."""
-    if not apart:
-        start = time.process_time()
-        step()
-        seconds = time.process_time() - start
-        return seconds, {("step", "[]"): [1e6 * seconds]}
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as watch:
-        start = time.process_time()
-        with record_function("step"):
-            step()
-        seconds = time.process_time() - start
-    calls: Calls = {}
-    for event in watch.events():
-        calls.setdefault((event.name, str(event.input_shapes)), []).append(event.self_cpu_time_total)
-    return seconds, calls
-
-
-def step_time(rounds: list[Calls]) -> float:
-    """Seconds of a step on an undisturbed machine, from some that may have been disturbed."""
-    kinds = {kind for calls in rounds for kind in calls}
-    times = {kind: sorted(took for calls in rounds for took in calls.get(kind, [])) for kind in kinds}
-    return sum(len(took) * took[len(took) // 10] for took in times.values()) / len(rounds) / 1e6
-
-
-def measure(setting: str, engines: list[str], rounds: int, runs: int) -> list[dict]:
-    """One row per engine; all speeds are relative to plain training in the same run, and the worst run counts."""
+def measure(setting: str, engines: list[str], seconds: float, runs: int) -> list[dict]:
+    """One row per engine; all speeds are relative to plain training in the same run, and the worst run counts. A run
+    takes as many rounds as begin within `seconds`, two at least."""
     rows, steps = prepare(setting, engines)
     speeds: dict[str, list[float]] = {engine: [] for engine in steps}
-    whole = dict.fromkeys(steps, float("inf"))
     for run in range(runs):
-        seen: dict[str, list[Calls]] = {engine: [] for engine in steps}
         fastest = dict.fromkeys(steps, float("inf"))
-        for turn in range(rounds):
-            print(f"  run {run + 1} of {runs}, round {turn + 1} of {rounds}", flush=True)
+        began, rounds = time.perf_counter(), 0
+        while rounds < 2 or time.perf_counter() - began < seconds:
+            rounds += 1
+            print(f"  run {run + 1} of {runs}, round {rounds}", flush=True)
             for engine, step in steps.items():
                 gc.collect()
-                seconds, calls = timed(step, apart=engine not in WHOLE_ONLY)
-                fastest[engine] = min(fastest[engine], seconds)
-                seen[engine].append(calls)
-        took = {engine: step_time(calls) for engine, calls in seen.items()}
-        for engine in steps:
-            rows[engine]["seconds"] = min(took[engine], rows[engine].get("seconds", float("inf")))
-            times = fastest if engine in WHOLE_ONLY else took
-            speeds[engine].append(times["plain"] / times[engine])
-            whole[engine] = min(whole[engine], fastest[engine])
+                start = time.process_time()
+                step()
+                fastest[engine] = min(fastest[engine], time.process_time() - start)
+        for engine, row in rows.items():
+            row["seconds"] = min(fastest[engine], row.get("seconds", float("inf")))
+            speeds[engine].append(fastest["plain"] / fastest[engine])
     for engine, row in rows.items():
         row["speed"], row["speeds"] = min(speeds[engine]), speeds[engine]
-        row["whole_steps"] = whole["plain"] / whole[engine]
         for ratio, count in (("memory", "bytes"), ("operations", "flops")):
             row[ratio] = row[count] and row[count] / rows["plain"][count]
     return list(rows.values())
+
+
+def show_profiles(setting: str, engines: list[str]) -> None:
+    """Print where one step of each engine spends its time, by operation; the profiler costs small calls most."""
+    for engine, step in prepare(setting, engines)[1].items():
+        step()
+        with profile(activities=[ProfilerActivity.CPU]) as watch:
+            step()
+        print(f"{setting}, {engine}")
+        print(watch.key_averages().table(sort_by="self_cpu_time_total", row_limit=20, max_name_column_width=60))
 
 
 def gep_memory() -> list[dict]:
@@ -220,12 +167,34 @@ def keep_memory() -> None:
 
 
 def table(rows: list[dict]) -> str:
-    lines = ["| setting | engine | speed | whole steps | memory | operations |", "|---|---|---|---|---|---|"]
+    lines = ["| setting | engine | speed | its runs | memory | operations |", "|---|---|---|---|---|---|"]
     for r in rows:
-        ratios = (r["speed"], r["whole_steps"], r["memory"], r["operations"])
-        shown = " | ".join("not counted" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
-        lines.append(f"| {r['setting']} | {r['engine']} | {shown} |")
+        speed, memory, operations = (
+            "not counted" if r[ratio] is None else f"{r[ratio]:.2f}" for ratio in ("speed", "memory", "operations")
+        )
+        runs = " ".join(f"{speed:.3f}" for speed in r["speeds"])
+        lines.append(f"| {r['setting']} | {r['engine']} | {speed} | {runs} | {memory} | {operations} |")
     return "\n".join(lines)
+
+
+def aims_table(rows: list[dict]) -> str:
+    """Every aim for which there are figures, and whether the worst run meets it."""
+    known = {(r["setting"], r["engine"]): r for r in rows}
+    lines = ["| aim | asked | setting | worst run | met |", "|---|---|---|---|---|"]
+    for aim in AIMS:
+        for setting in aim.settings:
+            if (setting, aim.engine) not in known or (setting, aim.against) not in known:
+                continue
+            mine, other = known[setting, aim.engine], known[setting, aim.against]
+            if aim.ratio == "speed":
+                worst = min(a / b for a, b in zip(mine["speeds"], other["speeds"], strict=False))
+                met, sign = worst >= aim.bound, ">="
+            else:
+                worst = mine[aim.ratio]
+                met, sign = worst <= aim.bound, "<="
+            name = f"{aim.engine}, {aim.ratio} of {aim.against}"
+            lines.append(f"| {name} | {sign} {aim.bound:.2f} | {setting} | {worst:.3f} | {'yes' if met else 'no'} |")
+    return "\n".join(lines) if len(lines) > 2 else ""
 
 
 def gep_table(rows: list[dict]) -> str:
@@ -268,14 +237,15 @@ def chart(rows: list[dict], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--settings", nargs="+", default=list(HEADLINE), help="<model>-<records>x<tokens>, e.g. bert-8x128"
-    )
-    parser.add_argument("--engines", nargs="+", default=list(OURS), choices=list(ENGINES))
-    parser.add_argument("--rounds", type=int, default=2, help="rounds of a run")
+    parser.add_argument("--settings", nargs="+", help="<model>-<records>x<tokens>, e.g. bert-8x128")
+    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), help="default: all of ours")
+    parser.add_argument("--seconds", type=float, default=20, help="a run takes new rounds for so long, two at least")
     parser.add_argument("--runs", type=int, default=3, help="runs, of which the worst counts")
     parser.add_argument("--all", action="store_true", help="the grid of the other models and sizes")
     parser.add_argument("--fresh", action="store_true", help="forget what was measured before")
+    parser.add_argument(
+        "--profile", action="store_true", help="print the operations of a step instead of measuring it"
+    )
     parser.add_argument("--output", default="benchmark", help="name of the files in recipes/results/")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -286,27 +256,32 @@ def main() -> None:
     record = RESULTS / f"{args.output}.json"
     rows: list[dict] = json.loads(record.read_text()) if record.is_file() and not args.fresh else []
     began, memory = time.perf_counter(), ""
-    settings = GRID if args.all else args.settings
+    settings = args.settings or (GRID if args.all else HEADLINE)
     for number, setting in enumerate(settings, 1):
-        known = {r["engine"] for r in rows if r["setting"] == setting and "whole_steps" in r}
-        missing = [engine for engine in args.engines if engine not in known and engine != "plain"]
+        engines = args.engines or (OURS if args.all or args.settings else HEADLINE[setting])
+        if args.profile:
+            show_profiles(setting, list(engines))
+            continue
+        known = {r["engine"] for r in rows if r["setting"] == setting}
+        missing = [engine for engine in engines if engine not in known and engine != "plain"]
         minutes = (time.perf_counter() - began) / 60
         if not missing:
             print(f"{setting}: measured before (--fresh measures again)", flush=True)
             continue
         print(f"{setting} ({number} of {len(settings)}, {minutes:.0f} min): {' '.join(missing)}", flush=True)
-        found = measure(setting, ["plain", *missing], args.rounds, args.runs)
+        found = measure(setting, ["plain", *missing], args.seconds, args.runs)
         replaced = {(r["setting"], r["engine"]) for r in found}
         rows = [r for r in rows if (r["setting"], r["engine"]) not in replaced] + found
         order = [*HEADLINE, *GRID, *dict.fromkeys(r["setting"] for r in rows)]
         rows.sort(key=lambda r: (order.index(r["setting"]), list(ENGINES).index(r["engine"])))
         print(table([r for r in rows if r["setting"] == setting]), flush=True)
         record.write_text(json.dumps(rows, indent=1))
-        memory = memory or (gep_table(gep_memory()) if "lora-gep" in args.engines else "")
+        memory = memory or (gep_table(gep_memory()) if "lora-gep" in engines else "")
         command = f"`{shlex.join(['python', *sys.argv])}`"
-        record.with_suffix(".md").write_text(f"{command}\n\n{table(rows)}\n\n{memory}".rstrip() + "\n")
+        parts = [command, aims_table(rows), table(rows), memory]
+        record.with_suffix(".md").write_text("\n\n".join(part for part in parts if part) + "\n")
         chart(rows, record.with_suffix(".png"))
-    print(f"{(time.perf_counter() - began) / 60:.1f} minutes")
+    print(f"{aims_table(rows)}\n{(time.perf_counter() - began) / 60:.1f} minutes")
 
 
 if __name__ == "__main__":

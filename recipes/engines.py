@@ -79,10 +79,11 @@ def make_batch(model: nn.Module, name: str, batch_size: int, length: int) -> dic
 
 
 def plain(model: nn.Module, batch: dict) -> Step:
-    loss, parameters = PerSampleLoss(model), list(trainable(model).values())
+    """Ordinary training, with the model's own loss."""
+    parameters = list(trainable(model).values())
 
     def step() -> None:
-        loss(model, batch).sum().backward()
+        model(**batch).loss.backward()
         for p in parameters:
             p.grad = None
 
@@ -131,8 +132,7 @@ def frozen(model: nn.Module, batch: dict) -> Step:
     """The yardstick of carriers: input gradients only, down to the first layer, no weight gradient."""
     model.requires_grad_(False)
     model.get_input_embeddings().register_forward_hook(lambda _m, _i, y: y.requires_grad_())
-    loss = PerSampleLoss(model)
-    return lambda: loss(model, batch).sum().backward()
+    return lambda: model(**batch).loss.backward()
 
 
 OURS: dict[str, Callable[[nn.Module, dict], Step]] = {

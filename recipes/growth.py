@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers as hf
-from benchmark import counted
+from counting import counted
 from engines import OURS, bert, make_batch, private
 from torch import nn
 

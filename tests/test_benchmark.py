@@ -1,30 +1,58 @@
-"""recipes/benchmark.py: what it counts, on calls whose times are known."""
+"""recipes/benchmark.py: what it counts, and what it says of aims."""
 
 import benchmark
 import pytest
 import torch
+from counting import counted
+from torch import nn
 
 
-def test_a_benchmark_counts_like_calls_with_their_fastest_tenth():
-    """Ten calls of a round and one of another kind; the second round was disturbed."""
-    quiet = {("mm", "[8, 8]"): [2e6] * 10, ("step", "[]"): [1e6]}
-    disturbed = {kind: [5 * took for took in times] for kind, times in quiet.items()}
-    assert benchmark.step_time([quiet]) == benchmark.step_time([quiet, disturbed]) == 21
-    assert benchmark.step_time([disturbed]) == 105
+def row(setting, engine, *speeds, memory=1.0, operations=1.0):
+    ratios = {"speed": min(speeds), "speeds": speeds, "memory": memory, "operations": operations}
+    return {"setting": setting, "engine": engine, **ratios}
 
 
-def test_a_benchmark_sees_every_call_and_what_lies_between():
-    weight = torch.randn(30, 30)
-    _, calls = benchmark.timed(lambda: weight @ weight @ weight[:, :5])
-    products = {shapes: len(times) for (name, shapes), times in calls.items() if name == "aten::mm"}
-    assert products == {"[[30, 30], [30, 30]]": 1, "[[30, 30], [30, 5]]": 1}
-    assert len(calls["step", "[]"]) == 1
-    seconds, calls = benchmark.timed(lambda: weight @ weight, apart=False)
-    assert benchmark.step_time([calls]) == pytest.approx(seconds)
+def test_a_benchmark_counts_with_the_fastest_step_of_a_run_and_the_worst_of_the_runs(monkeypatch):
+    """Plain steps take 4, then 2 seconds in every run; private ones 4 in the first run, then 5."""
+    clock, took = 0.0, {"plain": iter([4, 2, 4, 2]), "bk": iter([4, 9, 5, 9])}
+
+    def step(engine):
+        nonlocal clock
+        clock += next(took[engine])
+
+    steps = {engine: lambda engine=engine: step(engine) for engine in took}
+    rows = {engine: {"bytes": size, "flops": 1} for engine, size in (("plain", 10), ("bk", 11))}
+    monkeypatch.setattr(benchmark, "prepare", lambda setting, engines: (rows, steps))
+    monkeypatch.setattr(benchmark.time, "process_time", lambda: clock)
+    plain, private = benchmark.measure("bert-8x128", ["plain", "bk"], seconds=0, runs=2)
+    assert (plain["speeds"], private["speeds"], private["speed"]) == ([1, 1], [0.5, 0.4], 0.4)
+    assert (private["memory"], private["operations"], private["seconds"]) == (1.1, 1, 4)
+
+
+def test_memory_is_the_peak_of_what_lives_at_once():
+    model = nn.Linear(10, 10, bias=False)  # 400 bytes
+    with counted(model) as count:
+        for _ in range(3):
+            x = torch.zeros(100) + 1  # 400, and 400 that die
+            del x
+    assert count["bytes"] == 1200
+
+
+def test_an_aim_is_met_by_the_worst_run_or_not():
+    rows = [row("bert-8x128", "frozen", 1.5, 1.4), row("bert-8x128", "rgp", 1.4, 1.34, memory=0.9)]
+    text = benchmark.aims_table([row("bert-8x128", "plain", 1.0, 1.0), *rows])
+    assert "| rgp, speed of plain | >= 1.35 | bert-8x128 | 1.340 | no |" in text
+    assert "| rgp, speed of frozen | >= 0.95 | bert-8x128 | 0.933 | no |" in text
+    assert "| rgp, memory of plain | <= 0.90 | bert-8x128 | 0.900 | yes |" in text
+    assert "lsg" not in text and benchmark.aims_table([]) == ""
+
+
+@pytest.mark.parametrize("aim", benchmark.AIMS)
+def test_what_is_asked_is_measured_by_make_bench(aim):
+    for setting in aim.settings:
+        assert {aim.engine, aim.against} <= set(benchmark.HEADLINE[setting])
 
 
 def test_a_benchmark_shows_what_could_not_be_counted():
-    ratios = {"speed": 0.5, "whole_steps": 0.5, "memory": None, "operations": None}
-    assert "| bert-8x128 | opake | 0.50 | 0.50 | not counted | not counted |" in benchmark.table(
-        [{"setting": "bert-8x128", "engine": "opake", **ratios}]
-    )
+    shown = benchmark.table([row("bert-8x128", "opake", 0.5, memory=None, operations=None)])
+    assert "| bert-8x128 | opake | 0.50 | 0.500 | not counted | not counted |" in shown

@@ -25,10 +25,11 @@ from heads import (
 )
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_private.heads import IGNORE_INDEX, Head, base_model, head_of
-from hf_private.losses import PerSampleLoss
+from hf_private.losses import PerSampleLoss, token_loss
 from hf_private.synthetic import synthetic_batch, widen
 
 # Equal to Transformers
@@ -135,7 +136,7 @@ def test_half_precision_is_lifted(name: str) -> None:
 
 
 def test_logits_are_not_copied() -> None:
-    """The peak of the loss is the log-softmax of the logits and nothing else of that size."""
+    """Of the logits' size, the loss keeps their softmax and nothing else."""
     model = make("gpt2-lm").float()
     batch = draw(model)
     kept = []
@@ -143,6 +144,46 @@ def test_logits_are_not_copied() -> None:
         PerSampleLoss(model)(model, batch)
     large = {t.untyped_storage().data_ptr() for t in kept if t.numel() == B * T * V}
     assert len(large) == 1
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_the_loss_of_tokens_has_the_gradient_of_torchs(smoothing: float) -> None:
+    logits = torch.randn(B, T, V, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(V, (B, T)).masked_fill(torch.rand(B, T) < 0.3, -100)
+    share = torch.rand(B, dtype=torch.float64)
+    theirs = nn.functional.cross_entropy(logits.mT, labels, reduction="none", label_smoothing=smoothing)
+    theirs = theirs.sum(1) / (labels != -100).sum(1).clamp(min=1)
+    ours = token_loss(logits, labels, smoothing)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    (expected,) = torch.autograd.grad((theirs * share).sum(), logits)
+    for _ in range(2):  # a graph that is kept gives the same again
+        (found,) = torch.autograd.grad((ours * share).sum(), logits, retain_graph=True)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    with pytest.raises(RuntimeError):
+        token_loss(logits, labels.clamp(min=0) + V)  # no such class
+
+
+def test_the_gradient_of_the_logits_is_made_once() -> None:
+    """torch's cross entropy makes it twice."""
+
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.numel() == B * T * V:
+                storages.add(out.untyped_storage().data_ptr())
+                alive.append(out)
+            return out
+
+    logits, labels = torch.randn(B, T, V, requires_grad=True), torch.randint(V, (B, T))
+    ours, theirs = token_loss(logits, labels), nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    made = []
+    for loss in (ours.sum(), theirs):
+        storages, alive = set(), []
+        with Made():
+            torch.autograd.grad(loss, logits)
+        made.append(len(storages))
+    ours, theirs = made
+    assert ours == 1 < theirs
 
 
 # Independent of neighbours

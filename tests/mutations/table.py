@@ -78,11 +78,17 @@ MUTANTS = (
         "persample.py",
         (
             (
-                "strip = vecdot(mine.flatten(1), others.flatten(1))",
-                "strip = torch.bmm(mine.flatten(1).unsqueeze(1), others.flatten(1).unsqueeze(2)).view(-1)",
+                "sum(vecdot(mine.flatten(1), others.flatten(1)) for",
+                "sum(torch.bmm(mine.flatten(1).unsqueeze(1), others.flatten(1).unsqueeze(2)).view(-1) for",
             ),
         ),
         "tests/test_persample.py::test_norms_of_tokens_that_are_all_alike_do_not_round_down",
+    ),
+    Mutant(
+        "half of a Gram matrix taken for the whole",
+        "persample.py",
+        (("mul_(math.sqrt(2))", "mul_(1)"),),
+        "tests/test_persample.py::test_a_gram_matrix_in_strips_is_the_whole_one",
     ),
     Mutant(
         "a transform of the dataset that sees the whole draw",
