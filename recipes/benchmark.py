@@ -27,10 +27,12 @@ from typing import NamedTuple
 
 import torch
 import transformers as hf
-from counting import LiveBytes, counted
 from engines import MODELS, OURS, Step, anchors, lora, make_batch, minilm, with_method
 from peers import PEERS
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
+
+from hf_private.commands import dryrun
 
 RESULTS = Path(__file__).parent / "results"
 ENGINES = OURS | PEERS
@@ -89,8 +91,8 @@ def prepare(setting: str, engines: list[str]) -> tuple[dict[str, dict], dict[str
                 step()
                 row = {"flops": None, "bytes": None}
             else:
-                with counted(model) as row:
-                    step()
+                cost = dryrun.measure(step)
+                row = {"flops": cost.flops, "bytes": weights(model) + cost.peak_bytes}
         except Exception as error:
             if engine not in PEERS:
                 raise
@@ -137,6 +139,11 @@ def show_profiles(setting: str, engines: list[str]) -> None:
         print(watch.key_averages().table(sort_by="self_cpu_time_total", row_limit=20, max_name_column_width=60))
 
 
+def weights(model: nn.Module) -> int:
+    """Bytes of a model's parameters."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
 def gep_memory() -> list[dict]:
     """Peak bytes of whole logical steps with GEP (MiniLM, LoRA), for m anchors and B records, 8 at a time."""
     found = []
@@ -144,13 +151,13 @@ def gep_memory() -> list[dict]:
         torch.manual_seed(0)
         model = lora(minilm().train())
         batch = make_batch(model, "minilm", 8, 32)
-        with LiveBytes(model) as live:
+        with dryrun.PeakMemory() as memory:
             method = anchors(model, lambda _, m=num_anchors, b=batch: iter([b] * (m // 8)), num_anchors, k)
             step = with_method(model, batch, method)
             for _ in range(batch_size // 8):
                 step()
         sizes = {"anchors": num_anchors, "batch": batch_size, "k": k}
-        found.append(sizes | {"basis_bytes": method.basis_bytes, "peak_bytes": live.peak})
+        found.append(sizes | {"basis_bytes": method.basis_bytes, "peak_bytes": weights(model) + memory.peak})
     return found
 
 

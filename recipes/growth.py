@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 import torch
 import transformers as hf
-from counting import counted
 from engines import OURS, bert, make_batch, private
 from torch import nn
 
 from hf_private.clipping import Clipping
+from hf_private.commands import dryrun
 from hf_private.config import DPConfig
 from hf_private.losses import PerSampleLoss
 from hf_private.mechanism import Mechanism
@@ -74,17 +74,17 @@ def batch_of(model: nn.Module, size: int, length: int) -> dict[str, torch.Tensor
     return batch | {"input_ids": batch["input_ids"] % model.config.vocab_size}
 
 
-def micro_steps(axis: str, x: int) -> Iterator[tuple[str, nn.Module, Callable[[], None]]]:
+def micro_steps(axis: str, x: int) -> Iterator[tuple[str, Callable[[], None]]]:
     """One micro-batch by engine."""
     size = BASE | {axis: x}
     for engine in ("rgp",) if axis == "rank" else ENGINES:
         model = build(size["width"], size["depth"])
         batch = batch_of(model, size["batch"], size["length"])
         carriers = CarrierConfig(r=size["rank"])
-        yield engine, model, private(model, batch, carriers) if engine == "rgp" else OURS[engine](model, batch)
+        yield engine, private(model, batch, carriers) if engine == "rgp" else OURS[engine](model, batch)
 
 
-def logical_steps(_: str, x: int) -> Iterator[tuple[str, nn.Module, Callable[[], None]]]:
+def logical_steps(_: str, x: int) -> Iterator[tuple[str, Callable[[], None]]]:
     """Whole steps of `x` micro-batches, noise included; plain training accumulates gradients."""
     for engine in ENGINES:
         model = build(BASE["width"], BASE["depth"])
@@ -97,7 +97,7 @@ def logical_steps(_: str, x: int) -> Iterator[tuple[str, nn.Module, Callable[[],
                     loss(model, batch).sum().backward()
                 model.zero_grad()
 
-            yield engine, model, plain
+            yield engine, plain
             continue
         carriers = CarrierConfig(r=8) if engine == "rgp" else None
         mechanism = Mechanism(
@@ -116,7 +116,7 @@ def logical_steps(_: str, x: int) -> Iterator[tuple[str, nn.Module, Callable[[],
             mechanism.step(batches)
             model.zero_grad()
 
-        yield engine, model, logical
+        yield engine, logical
 
 
 def measure(axis: str, rounds: int) -> list[dict[str, Any]]:
@@ -127,12 +127,10 @@ def measure(axis: str, rounds: int) -> list[dict[str, Any]]:
     for x in AXES[axis]:
         found: dict[str, dict[str, Any]] = {}
         steps = {}
-        for engine, model, step in (logical_steps if axis == "accumulation" else micro_steps)(axis, x):
-            with counted(model) as row:
-                step()
-            weights = sum(p.numel() * p.element_size() for p in model.parameters())
-            found[engine] = {"axis": axis, "x": x, "engine": engine, "seconds": float("inf"), **row}
-            found[engine]["bytes"] -= weights
+        for engine, step in (logical_steps if axis == "accumulation" else micro_steps)(axis, x):
+            cost = dryrun.measure(step)
+            found[engine] = {"axis": axis, "x": x, "engine": engine, "seconds": float("inf")}
+            found[engine] |= {"flops": cost.flops, "bytes": cost.peak_bytes}
             steps[engine] = step
         for _ in range(rounds):
             for engine, step in steps.items():
