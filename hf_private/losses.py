@@ -64,8 +64,8 @@ class _CrossEntropy(torch.autograd.Function):
 def token_loss(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Mean cross entropy over each record's own labelled tokens; 0 for a record without any.
 
-    Shapes: logits (B, T, V), labels (B, T) with -100 for tokens that do not count -> (B,). The logits are never shifted
-    or copied (unless they are half precision).
+    Shapes: logits (B, T, V), labels (B, T) with -100 for tokens that do not count -> (B,). The logits are never
+    shifted or copied (unless they are half precision).
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
