@@ -10,32 +10,43 @@ anyone wants. Writes <results>.json and <results>.md.
 
 import argparse
 import cProfile
+import inspect
 import json
 import pstats
 import shlex
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from glue import GlueOptions, load_data, load_model
 from options import parse
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from training import RecipeTrainer
 from transformers import DataCollatorWithPadding, TrainerCallback, TrainerState
 
+from hf_private import DPTrainer, PrivacyCallback
+from hf_private.checkpoint import Spending
+from hf_private.guards import check_gradients, check_parameters
+from hf_private.mechanism import Mechanism
+from hf_private.methods.carriers import Carriers
+from hf_private.noise import NoiseSource, reseed_global
+from hf_private.sampling import PoissonSampler
+
 RESULTS = Path(__file__).parent / "results" / "overheads"
-PARTS = {  # what is looked for in the profile: a part -> functions, by file
-    "sampling": [("hf_private/sampling.py", "draw")],
-    "noise": [("hf_private/noise.py", "add_"), ("hf_private/keystream.py", "reseed_global")],
-    "ledger and budget": [("hf_private/checkpoint.py", "charge")],
-    "logging, with epsilon": [("hf_private/trainer.py", "log"), ("hf_private/callbacks.py", "on_step_end")],
-    "checks at every step": [("hf_private/guards.py", "check_parameters")],
+PARTS: dict[str, list[Callable]] = {  # what is looked for in the profile
+    "sampling": [PoissonSampler.draw],
+    "noise": [NoiseSource.add_, reseed_global],
+    "ledger and budget": [Spending.charge],
+    "logging, with epsilon": [DPTrainer.log, PrivacyCallback.on_step_end],
+    "checks at every step": [check_parameters, check_gradients],
 }
-SHOWN = {  # no overhead: what a step does anyway, or what carriers save elsewhere
-    "carriers from the weights": [("methods/carriers.py", "begin_step")],
-    "records to micro-batches": [("hf_private/sampling.py", "__call__")],
-    "passes and clipped sums": [("hf_private/mechanism.py", "_clipped_sums")],
-    "optimizer": [("torch/optim/optimizer.py", "wrapper")],
+SHOWN: dict[str, list[Callable]] = {  # no overhead: what a step does anyway, or what carriers save elsewhere
+    "carriers from the weights": [Carriers.begin_step],
+    "records, fetched and put into micro-batches": [_MapDatasetFetcher.fetch],
+    "passes and clipped sums": [Mechanism._clipped_sums],
+    "optimizer": [torch.optim.AdamW.step],
 }
 
 
@@ -56,14 +67,12 @@ class Watch(TrainerCallback):
             self.profile.disable()
 
 
-def seconds(stats: dict, wanted: list[tuple[str, str]]) -> float:
+def seconds(stats: dict, functions: list[Callable]) -> float:
     """Seconds spent in functions, with all that they call."""
-
-    def is_wanted(file: str, name: str) -> bool:
-        return any(file.endswith(path) and name == function for path, function in wanted)
-
-    # (file, line, name) -> calls, primitive calls, own seconds, cumulative seconds, callers
-    return sum(entry[3] for (file, _, name), entry in stats.items() if is_wanted(file, name))
+    codes = [inspect.unwrap(function).__code__ for function in functions]
+    keys = [(code.co_filename, code.co_firstlineno, code.co_name) for code in codes]
+    # calls, primitive calls, own seconds, cumulative seconds, callers
+    return sum(stats[key][3] for key in keys if key in stats)
 
 
 def run(method: str, argv: list[str]) -> dict[str, float]:
@@ -79,7 +88,9 @@ def run(method: str, argv: list[str]) -> dict[str, float]:
         trainer.train()
         steps = trainer.state.global_step
     stats = pstats.Stats(watch.profile)
-    found = {part: seconds(stats.stats, wanted) / steps for part, wanted in (PARTS | SHOWN).items()}
+    found = {part: seconds(stats.stats, functions) / steps for part, functions in (PARTS | SHOWN).items()}
+    if missing := [part for part in PARTS if not found[part]]:
+        raise RuntimeError(f"The profile must show every part of a step, got nothing for {missing}.")
     return found | {"step": stats.total_tt / steps}
 
 

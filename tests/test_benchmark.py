@@ -1,7 +1,12 @@
-"""recipes/benchmark.py: what it counts, and what it says of aims."""
+"""recipes/benchmark.py and overheads.py: what they count, and what is said of aims."""
+
+import cProfile
+import pstats
 
 import benchmark
+import overheads
 import pytest
+import torch
 
 
 def row(setting, engine, *speeds, memory=1.0, operations=1.0):
@@ -44,3 +49,20 @@ def test_what_is_asked_is_measured_by_make_bench(aim):
 def test_a_benchmark_shows_what_could_not_be_counted():
     shown = benchmark.table([row("bert-8x128", "opake", 0.5, memory=None, operations=None)])
     assert "| bert-8x128 | opake | 0.50 | 0.500 | not counted | not counted |" in shown
+
+
+def test_overheads_are_the_seconds_in_a_function_wrapped_or_not():
+    """Each spends what it calls, too; what was not called takes no time."""
+
+    @torch.no_grad()
+    def wrapped():
+        return inner()
+
+    def inner():
+        return sum(range(100_000))
+
+    with cProfile.Profile() as profile:
+        wrapped()
+    stats = pstats.Stats(profile).stats
+    assert overheads.seconds(stats, [wrapped]) >= overheads.seconds(stats, [inner]) > 0
+    assert overheads.seconds(stats, [overheads.check_parameters]) == 0
