@@ -43,12 +43,11 @@ class _CrossEntropy(torch.autograd.Function):
         index = labels.where(counts, 0).unsqueeze(-1)
         ctx.smoothing = smoothing
         ctx.save_for_backward(p, index, counts)
-        # log(sum exp(logits)), by way of the most likely class: its p is at least 1 / V, any other's may underflow.
-        total = logits.amax(-1) - p.amax(-1).log()
         aim = (1 - smoothing) * logits.gather(-1, index).squeeze(-1)
         if smoothing:
             aim = aim + smoothing * logits.mean(-1)
-        return (total - aim).where(counts, 0)
+        # log(sum exp(logits)) - aim, by way of the most likely class: its p is at least 1 / V, others' may underflow.
+        return ((logits.amax(-1) - aim) - p.amax(-1).log()).where(counts, 0)
 
     @staticmethod
     @once_differentiable

@@ -163,6 +163,14 @@ def test_the_loss_of_tokens_has_the_gradient_of_torchs(smoothing: float) -> None
         token_loss(logits, labels.clamp(min=0) + V)  # no such class
 
 
+def test_the_loss_of_unlikely_tokens_is_as_precise_as_torchs() -> None:
+    """Classes whose probability underflows, far from 0."""
+    logits = torch.tensor([[[0.0, 500.0], [3000.0, 3001.0]]])
+    labels = torch.tensor([[0, 0]])
+    theirs = nn.functional.cross_entropy(logits.double().mT, labels, reduction="none").mean(1)
+    torch.testing.assert_close(token_loss(logits, labels).double(), theirs, rtol=1e-6, atol=0)
+
+
 def test_the_gradient_of_the_logits_is_made_once() -> None:
     """torch's cross entropy makes it twice."""
 
