@@ -111,7 +111,9 @@ def with_method(model: nn.Module, batch: dict, method: Method) -> Step:
 
 def lora(model: nn.Module) -> nn.Module:
     head = [name for name in ("classifier", "score") if hasattr(model, name)]
-    return get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", modules_to_save=head or None))
+    in_first = model.config.model_type == "gpt2"  # its Conv1D has its weights the other way round
+    config = LoraConfig(r=8, target_modules="all-linear", modules_to_save=head or None, fan_in_fan_out=in_first)
+    return get_peft_model(model, config)
 
 
 def anchors(model: nn.Module, public: Callable[[int], Iterator[dict]], num_anchors: int = 64, k: int = 64) -> Method:

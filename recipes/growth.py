@@ -191,11 +191,18 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
     axes_names = list(dict.fromkeys(row["axis"] for row in rows))
     figure = Figure(figsize=(12, 3.4 * -(-len(axes_names) // 3)), layout="constrained")
-    panels = figure.subplots(-(-len(axes_names) // 3), 3, squeeze=False).flat
+    panels = figure.subplots(-(-len(axes_names) // 3), 3, squeeze=False).flatten()
+    for panel in panels[len(axes_names) :]:
+        panel.set_axis_off()
     for panel, axis in zip(panels, axes_names, strict=False):
         for engine in dict.fromkeys(row["engine"] for row in rows if row["axis"] == axis):
             points = [(row["x"], row["seconds"]) for row in rows if (row["axis"], row["engine"]) == (axis, engine)]
             panel.loglog(*zip(*points, strict=True), marker="o", markersize=3, label=engine)
+        low, high = panel.get_ylim()
+        middle = (low * high) ** 0.5
+        panel.set_ylim(min(low, middle / 10**0.5), max(high, middle * 10**0.5))  # a decade: what is flat looks flat
+        panel.set_xticks(AXES[axis], [f"{x:g}" for x in AXES[axis]])
+        panel.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
         panel.set_xlabel(axis)
         panel.set_ylabel("CPU seconds")
         panel.legend(fontsize=7)
