@@ -11,6 +11,7 @@ Index letters: n record, t and s position, i and j rows and columns of the param
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -43,20 +44,19 @@ class Gram:
     STRIP = 32  # positions; narrower strips save more operations and run less well
 
     def __init__(self, x: Tensor) -> None:
-        wide = widen(x)
-        columns = wide.mT
-        starts = range(0, x.shape[1], self.STRIP)
-        self.strips = [torch.bmm(wide[:, t : t + self.STRIP], columns[:, :, t:]) for t in starts]
+        wide, length = widen(x), x.shape[1]
+        columns, width = wide.mT, min(self.STRIP, max(self.STRIP // 2, length // 2))
+        self.strips = [torch.bmm(wide[:, t : t + width], columns[:, :, t:]) for t in range(0, length, width)]
         diagonals = [strip.diagonal(dim1=1, dim2=2) for strip in self.strips]
         self.lengths = torch.cat(diagonals, 1).clamp_(min=0).sqrt_()  # |x_t|: (N, T)
         for strip in self.strips[:-1]:  # beyond its diagonal block, a strip stands for its mirror image too:
-            strip[:, :, self.STRIP :].mul_(math.sqrt(2))  # 2 = sqrt(2) sqrt(2), a half for each side of `dot`
+            strip[:, :, width:].mul_(math.sqrt(2))  # 2 = sqrt(2) sqrt(2), a half for each side of `dot`
 
     def dot(self, other: "Gram") -> Tensor:
         """Sum over all t, s of the products of both matrices: (N,)."""
         # By vecdot: as a product of matrices it would round down.
         pairs = zip(self.strips, other.strips, strict=True)
-        return sum(vecdot(mine.flatten(1), others.flatten(1)) for mine, others in pairs)
+        return reduce(Tensor.add_, (vecdot(mine.flatten(1), others.flatten(1)) for mine, others in pairs))
 
 
 class Grams:
@@ -130,7 +130,7 @@ class Dense(PerSample):
     def sq_norm(self, grams: Grams | None = None) -> Tensor:
         g = self.g.reshape(len(self.g), -1)
         whole = g.shape[1] // SUMMED * SUMMED
-        rest = vector_norm(g[:, whole:], dim=1).square()
+        rest = vector_norm(g[:, whole:] if whole else g, dim=1).square_()
         if not whole:
             return rest
         parts = vector_norm(g[:, :whole].unflatten(1, (-1, SUMMED)), dim=2)

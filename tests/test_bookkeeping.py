@@ -230,3 +230,28 @@ def test_one_open_book_serves_batches_of_any_size():
 
 def square_loss(model, batch):
     return model(batch["x"]).square().sum(1)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def doubled(layer):
+    """As Accelerate's hooks do it: another forward, on the instance."""
+    before = layer.forward
+    layer.forward = lambda x: 2 * before(x)
+    return layer
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(4, 4), nn.LayerNorm(4), Doubled(4, 4), doubled(nn.Linear(4, 4)), doubled(nn.LayerNorm(4))]
+)
+def test_what_lies_around_a_layers_call_is_never_lost(layer):
+    """Layers of a known class run without a look at their calls: of that very class only, with its own forward."""
+    model = nn.Sequential(layer, nn.Linear(4, 3)).double()
+    batch = {"x": torch.randn(5, 2, 4).double()}
+    plain = model(batch["x"])
+    with BookKeeper(model):
+        torch.testing.assert_close(model(batch["x"]), plain)
+    oracle.assert_exact(model, lambda model, batch: model(batch["x"]).square().sum((1, 2)), batch)

@@ -10,6 +10,7 @@ To add a layer kind: write `rule(tap, *arguments of the function)` in one file h
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +45,12 @@ RULES: dict[Callable, Callable] = {
 FUNCTIONAL = (nn.Linear, Conv1D, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _ConvNd)
 CONTAINERS = (nn.ParameterDict, nn.ParameterList)
 
+# What these very classes do, not their subclasses: there is nothing around the call that could go unseen.
+DIRECT: dict[type[nn.Module], Callable] = {
+    nn.Linear: lambda tap, m, input: linear(tap, input, m.weight, m.bias),
+    nn.LayerNorm: lambda tap, m, input: layer_norm(tap, input, m.normalized_shape, m.weight, m.bias, m.eps),
+}
+
 __all__ = ["REMEDY", "RULES", "Site", "Tap", "UncoveredError", "refusal", "sites"]
 
 
@@ -77,7 +84,9 @@ class Site:
 
     def wrap(self, tap: Tap) -> Callable:
         """The replacement of `module.<attribute>`."""
-        original = getattr(self.module, self.attribute)
+        original, direct = getattr(self.module, self.attribute), DIRECT.get(type(self.module))
+        if direct and self.kind == "function" and self.attribute not in self.module.__dict__:
+            return partial(direct, tap, self.module)
         run = {"copies": run_with_copies, "each record": run_each, "relative bias": relative_bias}.get(self.kind)
 
         def redirected(*args: Any, **kwargs: Any) -> Any:

@@ -78,11 +78,17 @@ MUTANTS = (
         "persample.py",
         (
             (
-                "sum(vecdot(mine.flatten(1), others.flatten(1)) for",
-                "sum(torch.bmm(mine.flatten(1).unsqueeze(1), others.flatten(1).unsqueeze(2)).view(-1) for",
+                "(vecdot(mine.flatten(1), others.flatten(1)) for",
+                "(torch.bmm(mine.flatten(1).unsqueeze(1), others.flatten(1).unsqueeze(2)).view(-1) for",
             ),
         ),
         "tests/test_persample.py::test_norms_of_tokens_that_are_all_alike_do_not_round_down",
+    ),
+    Mutant(
+        "a layer's own forward passed over",
+        "layers/__init__.py",
+        ((" and self.attribute not in self.module.__dict__", ""),),
+        "tests/test_bookkeeping.py::test_what_lies_around_a_layers_call_is_never_lost",
     ),
     Mutant(
         "half of a Gram matrix taken for the whole",
