@@ -11,15 +11,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .accounting import calibrate
-    from .anchor_config import AnchorConfig
-    from .bookkeeping import BookKeeper
-    from .callbacks import PrivacyCallback
+    from .accounting.budget import calibrate
     from .config import DPConfig
-    from .ledger import PrivacyLedger
-    from .targets import CarrierConfig
-    from .trainer import DPTrainer
-    from .verification import verify
+    from .gradients.bookkeeper import BookKeeper
+    from .methods.carriers.config import CarrierConfig
+    from .methods.gep.config import AnchorConfig
+    from .publishing.verify import verify
+    from .spending.ledger import PrivacyLedger
+    from .trainer.callbacks import PrivacyCallback
+    from .trainer.trainer import DPTrainer
 
 __version__ = "0.1.0"
 
@@ -35,23 +35,23 @@ __all__ = [
     "verify",
 ]
 
-_ROOMS = {
-    "AnchorConfig": "anchor_config",
-    "BookKeeper": "bookkeeping",
-    "CarrierConfig": "targets",
+_MODULES = {
+    "AnchorConfig": "methods.gep.config",
+    "BookKeeper": "gradients.bookkeeper",
+    "CarrierConfig": "methods.carriers.config",
     "DPConfig": "config",
-    "DPTrainer": "trainer",
-    "PrivacyCallback": "callbacks",
-    "PrivacyLedger": "ledger",
-    "calibrate": "accounting",
-    "verify": "verification",
+    "DPTrainer": "trainer.trainer",
+    "PrivacyCallback": "trainer.callbacks",
+    "PrivacyLedger": "spending.ledger",
+    "calibrate": "accounting.budget",
+    "verify": "publishing.verify",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ROOMS:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 

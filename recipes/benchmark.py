@@ -33,7 +33,7 @@ from torch import nn
 from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerActivity, profile
 
-from hf_private.commands import dryrun
+from hf_private.cli.doctor import dryrun
 
 RESULTS = Path(__file__).parent / "results"
 ENGINES = OURS | PEERS

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from datasets import Dataset, DatasetInfo, load_dataset
 
-from hf_private.commands.encoder import SHA256, find_pretrained
+from hf_private.cli.demo.encoder import SHA256, find_pretrained
 
 ENDINGS = (".tsv", ".csv", ".jsonl", ".json")
 

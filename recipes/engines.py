@@ -11,14 +11,14 @@ import transformers as hf
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from hf_private.anchor_config import AnchorConfig, resolve_anchors
-from hf_private.anchor_data import AnchorBooks
-from hf_private.bookkeeping import BookKeeper, trainable
-from hf_private.clipping import Clipping
-from hf_private.config import DPConfig
-from hf_private.losses import PerSampleLoss
-from hf_private.methods import Method
-from hf_private.targets import CarrierConfig, resolve_method
+from hf_private.gradients.bookkeeper import BookKeeper, trainable
+from hf_private.gradients.method import Method
+from hf_private.mechanism.clipping import Clipping
+from hf_private.methods.carriers.config import CarrierConfig
+from hf_private.methods.gep.config import AnchorConfig
+from hf_private.methods.gep.public_data import AnchorBooks
+from hf_private.methods.registry import resolve_method
+from hf_private.tasks.losses import PerSampleLoss
 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 Step = Callable[[], None]
@@ -91,7 +91,7 @@ def plain(model: nn.Module, batch: dict) -> Step:
 
 
 def private(model: nn.Module, batch: dict, carriers: CarrierConfig | None = None) -> Step:
-    return with_method(model, batch, resolve_method(DPConfig(noise_multiplier=1.0, carriers=carriers), model, seed=0))
+    return with_method(model, batch, resolve_method(carriers, model, seed=0))
 
 
 def with_method(model: nn.Module, batch: dict, method: Method) -> Step:
@@ -119,7 +119,7 @@ def lora(model: nn.Module) -> nn.Module:
 def anchors(model: nn.Module, public: Callable[[int], Iterator[dict]], num_anchors: int = 64, k: int = 64) -> Method:
     """GEP on what is trainable, one basis for each block of the model."""
     config = AnchorConfig(k=k, num_anchors=num_anchors, groups="stage")
-    method = resolve_anchors(config, model)
+    method = config.build(model)
     method.books = AnchorBooks(model, PerSampleLoss(model), public)
     return method
 

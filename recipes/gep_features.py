@@ -21,15 +21,15 @@ from PIL import Image, ImageDraw, ImageFont
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from hf_private.accounting import calibrate
-from hf_private.anchor_config import AnchorConfig, resolve_anchors
-from hf_private.anchor_data import AnchorBooks, public_generator
-from hf_private.bookkeeping import trainable
-from hf_private.clipping import Clipping
-from hf_private.mechanism import Mechanism
-from hf_private.methods.full import Full, Method
-from hf_private.noise import NoiseSource
-from hf_private.sampling import PoissonSampler
+from hf_private.accounting.budget import calibrate
+from hf_private.gradients.bookkeeper import trainable
+from hf_private.gradients.method import Full, Method
+from hf_private.mechanism.clipping import Clipping
+from hf_private.mechanism.noise import NoiseSource
+from hf_private.mechanism.sampling import PoissonSampler
+from hf_private.mechanism.step import Mechanism
+from hf_private.methods.gep.config import AnchorConfig
+from hf_private.methods.gep.public_data import AnchorBooks, public_generator
 
 RESULTS = Path(__file__).parent / "results" / "gep_features"
 TRAIN, HELD_OUT, BATCH, STEPS, DELTA = 1200, 300, 300, 80, 1e-5
@@ -90,7 +90,7 @@ def make_method(name: str, model: nn.Module, data: dict[str, Tensor], seed: int)
     kind, source = METHODS[name]
     public = data[source]
     config = AnchorConfig(k=K, num_anchors=HELD_OUT, groups=[".*"], refresh=REFRESH, residual=kind == "GEP")
-    method = resolve_anchors(config, model, seed=seed)
+    method = config.build(model, seed=seed)
 
     def batches(step: int) -> list[dict[str, Tensor]]:
         return [{"x": public, "y": torch.randint(10, (len(public),), generator=public_generator(seed, step))}]

@@ -26,14 +26,14 @@ import transformers as hf
 from engines import OURS, bert, make_batch, private
 from torch import nn
 
-from hf_private.clipping import Clipping
-from hf_private.commands import dryrun
-from hf_private.config import DPConfig
-from hf_private.losses import PerSampleLoss
-from hf_private.mechanism import Mechanism
-from hf_private.noise import NoiseSource
-from hf_private.sampling import PoissonSampler
-from hf_private.targets import CarrierConfig, resolve_method
+from hf_private.cli.doctor import dryrun
+from hf_private.mechanism.clipping import Clipping
+from hf_private.mechanism.noise import NoiseSource
+from hf_private.mechanism.sampling import PoissonSampler
+from hf_private.mechanism.step import Mechanism
+from hf_private.methods.carriers.config import CarrierConfig
+from hf_private.methods.registry import resolve_method
+from hf_private.tasks.losses import PerSampleLoss
 
 RESULTS = Path(__file__).parent / "results" / "growth"
 BASE = {"length": 64, "batch": 8, "width": 256, "depth": 2, "rank": 8}
@@ -103,7 +103,7 @@ def logical_steps(_: str, x: int) -> Iterator[tuple[str, Callable[[], None]]]:
         mechanism = Mechanism(
             model,
             loss,
-            method=resolve_method(DPConfig(noise_multiplier=1.0, carriers=carriers), model),
+            method=resolve_method(carriers, model),
             clipping=Clipping(),
             noise=NoiseSource(),
             noise_multiplier=1.0,

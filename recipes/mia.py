@@ -20,12 +20,12 @@ import numpy as np
 from transformers import TrainingArguments
 
 from hf_private import DPConfig, DPTrainer
-from hf_private.audit import Membership, infer_membership, roc
-from hf_private.audit_mia import Record, record_losses
-from hf_private.commands.encoder import small_random
-from hf_private.commands.roc import draw
-from hf_private.commands.tickets import TOPICS, Ticket, generate
-from hf_private.commands.training import Data
+from hf_private.audit.mia import Record, record_losses
+from hf_private.audit.roc import draw
+from hf_private.audit.statistics import Membership, infer_membership, roc
+from hf_private.cli.demo.encoder import small_random
+from hf_private.cli.demo.tickets import TOPICS, Ticket, generate
+from hf_private.cli.demo.training import Data
 
 RESULTS = Path(__file__).parent / "results"
 BATCH, DELTA, RANDOM_LABELS = 50, 1e-5, 0.3

@@ -27,12 +27,12 @@ from training import RecipeTrainer
 from transformers import DataCollatorWithPadding, TrainerCallback, TrainerState
 
 from hf_private import DPTrainer, PrivacyCallback
-from hf_private.checkpoint import Spending
-from hf_private.guards import check_gradients, check_parameters
-from hf_private.mechanism import Mechanism
-from hf_private.methods.carriers import Carriers
-from hf_private.noise import NoiseSource, reseed_global
-from hf_private.sampling import PoissonSampler
+from hf_private.mechanism.noise import NoiseSource, reseed_global
+from hf_private.mechanism.sampling import PoissonSampler
+from hf_private.mechanism.step import Mechanism
+from hf_private.methods.carriers.method import Carriers
+from hf_private.spending.spending import Spending
+from hf_private.trainer.guards import check_gradients, check_parameters
 
 RESULTS = Path(__file__).parent / "results" / "overheads"
 PARTS: dict[str, list[Callable]] = {  # what is looked for in the profile

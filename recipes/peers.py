@@ -12,8 +12,8 @@ from engines import Step
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from hf_private.bookkeeping import trainable
-from hf_private.losses import PerSampleLoss
+from hf_private.gradients.bookkeeper import trainable
+from hf_private.tasks.losses import PerSampleLoss
 
 
 def freeze_positions(model: nn.Module) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 
 from hf_private.config import DPConfig
-from hf_private.methods.full import Method
-from hf_private.trainer import DPTrainer
+from hf_private.gradients.method import Method
+from hf_private.trainer.trainer import DPTrainer
 
 
 class PowerSGD(Method):

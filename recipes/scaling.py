@@ -25,20 +25,20 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
-from hf_private import CarrierConfig, DPConfig
-from hf_private.clipping import Clipping
-from hf_private.losses import PerSampleLoss
-from hf_private.mechanism import Mechanism
-from hf_private.noise import NoiseSource
-from hf_private.ranks import Ranks
-from hf_private.synthetic import synthetic_batch
-from hf_private.targets import resolve_method
+from hf_private import CarrierConfig
+from hf_private.distributed.ranks import Ranks
+from hf_private.mechanism.clipping import Clipping
+from hf_private.mechanism.noise import NoiseSource
+from hf_private.mechanism.step import Mechanism
+from hf_private.methods.registry import resolve_method
+from hf_private.tasks.losses import PerSampleLoss
+from hf_private.tasks.synthetic import synthetic_batch
 
 RESULTS = Path(__file__).parent / "results"
 METHODS = {
     "BK": {},
-    "RGP": {"carriers": CarrierConfig(r=8)},
-    "LSG": {"carriers": CarrierConfig(r=8, sparsity=0.3)},
+    "RGP": CarrierConfig(r=8),
+    "LSG": CarrierConfig(r=8, sparsity=0.3),
 }
 COLUMNS = ("method", "ranks", "s / step", "speed-up", "MB reduced / step")
 
@@ -57,11 +57,10 @@ def build(options: argparse.Namespace) -> nn.Module:
 
 
 def mechanism(model: nn.Module, method: str, options: argparse.Namespace, ranks: Ranks) -> Mechanism:
-    config = DPConfig(noise_multiplier=1.0, **METHODS[method])
     return Mechanism(
         model,
         PerSampleLoss(model),
-        method=resolve_method(config, model),
+        method=resolve_method(METHODS[method], model),
         clipping=Clipping(),
         noise=NoiseSource(key=ranks.key()),
         noise_multiplier=1.0,

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, set_seed
 
 from hf_private import DPTrainer
-from hf_private.methods.full import Method
+from hf_private.gradients.method import Method
 
 
 class RecipeTrainer(DPTrainer):

@@ -11,7 +11,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from launched import launch_folder, results  # noqa: E402, F401  fixtures, for test_ranks*.py
+from tests.support.launched import launch_folder, results  # noqa: E402, F401  fixtures, for test_ranks*.py
 
 
 @pytest.fixture
@@ -21,4 +21,4 @@ def quick_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     def write(folder: str, facts: dict) -> None:
         Path(folder, "privacy.json").write_text(json.dumps({"private": True, **facts}))
 
-    monkeypatch.setattr("hf_private.publishing.write_card", write)
+    monkeypatch.setattr("hf_private.trainer.publishing.write_card", write)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import DataCollatorWithFlattening, HfArgumentParser, TrainingArguments
 
-from hf_private.config import REFUSED_ARGS, DPConfig, refusals
-from hf_private.targets import CarrierConfig
+from hf_private.config import DPConfig
+from hf_private.methods.carriers.config import CarrierConfig
+from hf_private.trainer.refusals import REFUSED_ARGS, refusals
 
 WRONG = {  # field -> values that must be refused
     "target_epsilon": [0, -1, "8", math.nan, True],

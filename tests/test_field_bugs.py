@@ -3,16 +3,16 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-import cases
 import pytest
-import tiny
 import torch
 
-from hf_private.clipping import Clipping
-from hf_private.ledger import PrivacyLedger
-from hf_private.mechanism import Mechanism
-from hf_private.noise import NoiseSource
-from hf_private.ranks import Ranks
+from hf_private.distributed.ranks import Ranks
+from hf_private.mechanism.clipping import Clipping
+from hf_private.mechanism.noise import NoiseSource
+from hf_private.mechanism.step import Mechanism
+from hf_private.spending.ledger import PrivacyLedger
+from tests.support import families as cases
+from tests.support import tiny
 
 KEY = bytes(range(32))
 

@@ -4,10 +4,10 @@ import ast
 from pathlib import Path
 
 import pytest
-from mutations.__main__ import mutated
-from mutations.table import MUTANTS, Mutant
 
 import hf_private
+from tests.mutations.__main__ import mutated
+from tests.mutations.table import MUTANTS, Mutant
 
 PACKAGE = Path(hf_private.__file__).parent
 ROOT = Path(__file__).parents[1]

@@ -39,7 +39,7 @@ def test_unknown_name_is_an_attribute_error() -> None:
 def test_import_is_quick() -> None:
     """`import hf_private` and the command line's parser load neither torch nor transformers."""
     code = (
-        "import sys, hf_private, hf_private.cli; hf_private.cli.build_parser();"
+        "import sys, hf_private.cli.main; hf_private.cli.main.build_parser();"
         "print([name for name in ('torch', 'transformers', 'scipy', 'numpy') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,5 +1,1 @@
-"""Gradient methods: what is read from the book, clipped, noised and turned back into gradients. One file a method."""
-
-from .full import Full, Method
-
-__all__ = ["Full", "Method"]
+"""Gradient methods: what is released of a per-sample gradient, and how it becomes a gradient again."""

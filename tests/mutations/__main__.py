@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NoReturn
 
-from .table import MUTANTS, Mutant
+from tests.mutations.table import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("hf_private", "tests", "recipes", "model_cards")

@@ -1,0 +1,1 @@
+"""What private steps cost, and how much noise or how many steps a budget allows."""

@@ -1,0 +1,7 @@
+"""`python -m hf_private.cli`, for where the console script is not on the path."""
+
+import sys
+
+from .main import main
+
+sys.exit(main())

@@ -1,0 +1,133 @@
+"""Find the noise that a privacy budget demands.
+
+The noise multiplier holds for Poisson sampling at rate batch / n, and for neighbouring datasets
+that differ by adding or removing one record. The table shows what epsilon the same noise would
+give if the plan changed.
+
+example:
+  hf-private calibrate --n 67349 --batch 2000 --steps 680 --epsilon 3.3 --delta 1e-5
+"""
+
+import argparse
+import math
+import sys
+from dataclasses import dataclass
+
+from .arguments import UsageError, positive, probability, whole
+from .output import print_json, print_table
+
+NAME = "calibrate"
+ACCOUNTANTS = ("prv", "pld", "rdp")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How often which share of the records is looked at."""
+
+    change: str
+    n: int
+    batch: int
+    steps: int
+
+    @property
+    def sample_rate(self) -> float:
+        return self.batch / self.n
+
+    @property
+    def epochs(self) -> float:
+        return self.steps * self.sample_rate
+
+    def neighbours(self) -> "list[Plan]":
+        """Plans that a user may consider next: longer, shorter, and the same epochs in other batches."""
+        candidates = [
+            Plan("twice the epochs", self.n, self.batch, 2 * self.steps),
+            Plan("half the epochs", self.n, self.batch, max(1, self.steps // 2)),
+            Plan("twice the batch, same epochs", self.n, 2 * self.batch, math.ceil(self.steps / 2)),
+            Plan("half the batch, same epochs", self.n, max(1, self.batch // 2), 2 * self.steps),
+        ]
+        return [plan for plan in candidates if plan.batch <= self.n]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--n", type=whole(1), required=True, help="number of training records")
+    parser.add_argument("--batch", type=whole(1), required=True, help="expected (logical) batch size")
+    length = parser.add_mutually_exclusive_group(required=True)
+    length.add_argument("--epochs", type=positive, help="training length in epochs of ceil(n / batch) steps")
+    length.add_argument("--steps", type=whole(1), help="training length in optimizer steps")
+    parser.add_argument("--epsilon", type=positive, required=True, help="target epsilon")
+    parser.add_argument("--delta", type=probability, required=True, help="target delta, well below 1 / n")
+    parser.add_argument(
+        "--accountant", choices=ACCOUNTANTS, default="prv", help="which accountant must hold (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--records-per-unit", type=whole(1), default=1, metavar="K",
+        help="protect people who own up to K records each (default: %(default)s)",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    from hf_private.accounting import budget as accounting
+
+    if args.batch > args.n:
+        raise UsageError(f"argument --batch: must be at most --n = {args.n}, got {args.batch}")
+    if args.delta >= 1 / args.n:
+        print(
+            f"warning: --delta {args.delta:g} is not below 1 / n = {1 / args.n:.2g}: a weak promise", file=sys.stderr
+        )
+    steps = args.steps or math.ceil(args.epochs * math.ceil(args.n / args.batch))
+    plan = Plan("as asked", args.n, args.batch, steps)
+
+    try:
+        sigma = accounting.calibrate(
+            args.epsilon, args.delta, plan.sample_rate, plan.steps,
+            accountant=args.accountant, records_per_unit=args.records_per_unit,
+        )  # fmt: skip
+    except (ValueError, accounting.BudgetExceeded) as error:
+        raise UsageError(str(error)) from error
+
+    def epsilon(plan: Plan) -> float:
+        events = [accounting.Event(plan.sample_rate, (sigma,), plan.steps)]
+        if args.records_per_unit > 1:
+            return accounting.group_epsilon(events, args.delta, args.records_per_unit)
+        return accounting.epsilon_of(events, args.delta, args.accountant)
+
+    rows = [(plan, epsilon(plan)) for plan in (plan, *plan.neighbours())]
+    if args.json:
+        print_json(_report(args, sigma, rows))
+    else:
+        print(f"noise multiplier {sigma:.6g} keeps epsilon <= {args.epsilon:g} at delta = {args.delta:g}")
+        print_table(
+            "the same noise in other plans",
+            ("plan", "batch", "steps", "epochs", "epsilon"),
+            [(p.change, p.batch, p.steps, f"{p.epochs:.2f}", f"{_up(eps, 3):.3f}") for p, eps in rows],
+        )
+    return 0
+
+
+def _up(value: float, digits: int) -> float:
+    """Round up: an epsilon must never look smaller than it is."""
+    return math.ceil(value * 10**digits) / 10**digits if math.isfinite(value) else value
+
+
+def _report(args: argparse.Namespace, sigma: float, rows: list[tuple[Plan, float]]) -> dict:
+    plans = [
+        {
+            "plan": plan.change,
+            "batch": plan.batch,
+            "steps": plan.steps,
+            "sample_rate": plan.sample_rate,
+            "epsilon": _up(epsilon, 6),
+        }
+        for plan, epsilon in rows
+    ]
+    return {
+        "noise_multiplier": sigma,
+        "target_epsilon": args.epsilon,
+        "delta": args.delta,
+        "accountant": args.accountant,
+        "records_per_unit": args.records_per_unit,
+        "sampling": "poisson",
+        "adjacency": "add or remove one record",
+        **plans[0],
+        "neighbours": plans[1:],
+    }

@@ -1,0 +1,1 @@
+"""`hf-private demo`: a private fine-tune from start to card, offline."""

@@ -1,0 +1,156 @@
+"""Show which parameters of a model can be trained privately, and what a step would cost.
+
+The model is built from its configuration, without its weights, and a step is run on tensors
+without data, so that also very large models can be examined. The exit code is 1 if something
+would be refused.
+
+example:
+  hf-private doctor path/to/model --batch 8 --length 128
+  hf-private doctor path/to/model --carriers r=8,sparsity=0.3
+"""
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from hf_private.cli.arguments import TASKS, UsageError, fraction, key_values, whole
+from hf_private.cli.output import print_json, print_table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from hf_private.gradients.coverage import Entry
+
+    from .variants import Row
+
+NAME = "doctor"
+SMALL = 500_000_000  # parameters of a model that may be built for real, where tensors without data do not suffice
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a model's or adapter's folder, or its name on the Hub")
+    parser.add_argument(
+        "--task", choices=TASKS, help="which head to put on the model (default: the one that its config names)"
+    )
+    parser.add_argument("--batch", type=whole(1), default=8, help="records in a micro-batch (default: %(default)s)")
+    parser.add_argument("--length", type=whole(1), help="tokens per record (default: 128, or what the model takes)")
+    parser.add_argument(
+        "--carriers",
+        metavar="r=8,...",
+        type=key_values(r=whole(1), sparsity=fraction, source=str, sides=str),
+        default={},
+        help="low-rank carriers: r, sparsity, source, sides as in CarrierConfig (default: r=8,sparsity=0.3)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    entries, rows = _examine(args)
+    if args.json:
+        print_json(_report(args, entries, rows))
+    else:
+        _show(args, entries, rows)
+    return 1 if any(entry.status == "refused" for entry in entries) else 0
+
+
+def _examine(args: argparse.Namespace) -> "tuple[list[Entry], list[Row]]":
+    """Coverage and costs, on tensors without data if the model allows it, otherwise on small real ones."""
+    from .models import builder
+
+    build = builder(args.model, args.task)
+    attempts = [("meta", False), ("meta", True)]  # some models look for padding, others are content with a mask
+    model = build("meta")
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None) or 128
+    args.length = min(128, longest) if args.length is None else args.length
+    if sum(p.numel() for p in model.parameters()) <= SMALL:
+        attempts.append(("cpu", True))
+    for device, mask in attempts:
+        try:
+            return _examine_on(lambda device=device: build(device).train(), device, mask, args)
+        except ValueError as error:  # the library's own refusals: a rank above the matrices' size, an unknown source
+            raise UsageError(f"argument --carriers: {error}" if args.carriers else str(error)) from error
+        except (NotImplementedError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+    raise UsageError(
+        f"argument MODEL: {args.model} cannot be run on {args.batch} records of {args.length} tokens: {reason}"
+    )
+
+
+def _examine_on(
+    build: "Callable[[], nn.Module]", device: str, mask: bool, args: argparse.Namespace
+) -> "tuple[list[Entry], list[Row]]":
+    from hf_private.gradients.coverage import coverage, without
+
+    from .models import inputs, losses
+    from .variants import compare
+
+    model = build()
+    few = inputs(model, 2, min(args.length, 7), device, mask)
+    entries = coverage(model, lambda: losses(model, few))
+    if all(entry.status != "covered" for entry in entries):
+        return entries, []
+    batch = inputs(model, args.batch, args.length, device, mask)
+    return entries, compare(lambda: without(build(), entries), lambda model: losses(model, batch), args.carriers)
+
+
+def _groups(entries: "list[Entry]") -> list[tuple[str, str, int, int, str]]:
+    """Entries with the same fate together: (status, note, parameters, numbers, first name)."""
+    groups: dict[tuple[str, str], list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault((entry.status, entry.note), []).append(entry)
+    return [
+        (status, note, len(group), sum(entry.size for entry in group), group[0].name)
+        for (status, note), group in groups.items()
+    ]
+
+
+def _show(args: argparse.Namespace, entries: "list[Entry]", rows: "list[Row]") -> None:
+    groups = _groups(entries)
+    print_table(
+        f"Parameters of {args.model}",
+        ("status", "rule", "tensors", "numbers", "for instance"),
+        [
+            (status, note if status == "covered" else "", n, f"{size:,}", name)
+            for status, note, n, size, name in groups
+        ],
+    )
+    for status, note, count, _, name in groups:
+        if status == "refused":
+            print(
+                f"refused: {name}" + (f" and {count - 1} more" if count > 1 else "") + f"\n  {note}", file=sys.stderr
+            )
+    print_table(
+        f"A micro-batch of {args.batch} records of {args.length} tokens, beside the weights",
+        ("method", "trained", "noised", "peak memory", "of plain", "operations", "of plain", "in all"),
+        [
+            (
+                row.method,
+                f"{row.trained:,}",
+                f"{row.noised:,}",
+                f"{row.peak_bytes / 2**20:,.0f} MiB",
+                f"{row.peak_bytes / rows[0].peak_bytes:.2f}",
+                f"{row.flops / 1e9:,.1f} GFLOP",
+                f"{row.flops / rows[0].flops:.2f}",
+                f"{row.total_bytes / 2**30:,.1f} GiB",
+            )
+            for row in rows
+        ],
+    )
+    trained = sum(entry.size for entry in entries if entry.status == "covered")
+    total = sum(entry.size for entry in entries)
+    print(f"{trained:,} of {total:,} numbers can be trained privately. float32: weights {total * 4 / 2**20:,.0f} MiB,")
+    print(f"AdamW's state {trained * 8 / 2**20:,.0f} MiB. In all: weights, AdamW, and a micro-batch with the sums so")
+    print("far or, if that is more, an update's gradients. Attention is counted with its probabilities kept; what an")
+    print("allocator keeps in reserve comes on top.")
+
+
+def _report(args: argparse.Namespace, entries: "list[Entry]", rows: "list[Row]") -> dict:
+    count = {status: sum(e.size for e in entries if e.status == status) for status in ("covered", "frozen", "refused")}
+    return {
+        "model": args.model,
+        "numbers": count,
+        "parameters": [vars(entry) for entry in entries],
+        "micro_batch": {"records": args.batch, "length": args.length},
+        "methods": {row.method: {k: v for k, v in vars(row).items() if k != "method"} for row in rows},
+    }

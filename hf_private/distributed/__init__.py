@@ -1,0 +1,1 @@
+"""Several processes that train together: DDP by one sum, FSDP2 by shards."""

@@ -1,0 +1,209 @@
+"""Several processes, one mechanism: shared keys, one sum, and errors that reach every rank.
+
+Each rank computes the clipped sum of its share of one Poisson draw. The sums are added up over the ranks, and only
+then noise is added, once: every rank draws the same noise from the same key. So all ranks get the same update, and it
+is the one that a single rank would have made of the whole draw.
+
+All ranks and the network between them are trusted: keys and sums before noise travel over it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hf_private.randomness import Key
+
+T = TypeVar("T")
+
+BUCKET = 1 << 24  # elements that travel together: 64 MB of float32
+CHECK_EVERY = 100  # steps between two comparisons of the ranks' weights
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class RankError(RuntimeError):
+    """Another rank failed, or the ranks disagree; the run stops on all of them."""
+
+
+class Ranks:
+    """The processes that train together: those of torch's process group, or this one alone if there is none.
+
+    Everything here is collective: all ranks call it, in the same order.
+
+    >>> ranks = Ranks()
+    >>> ranks.rank, ranks.world_size, ranks.agree(lambda: "done")
+    (0, 1, 'done')
+    """
+
+    def __init__(self) -> None:
+        running = dist.is_available() and dist.is_initialized()
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if running else (0, 1)
+        self.reduced_bytes = 0  # handed to the network by the last step's sums, on this rank
+        self._until_check = 0
+
+    @classmethod
+    def alone(cls) -> "Ranks":
+        """This process by itself, whether or not there are others."""
+        ranks = cls()
+        ranks.rank, ranks.world_size = 0, 1
+        return ranks
+
+    @property
+    def device(self) -> torch.device:
+        """Where small messages have to be: the CPU, unless the backend cannot send from it (nccl)."""
+        if self.world_size == 1 or "cpu:" in dist.get_backend_config():
+            return torch.device("cpu")
+        return torch.accelerator.current_accelerator()
+
+    # ---- what the ranks know together
+
+    def key(self) -> Key:
+        """A secret key that all ranks share: rank 0 asks its operating system. A rank without it is an error on all:
+        it would draw records that others draw too, and noise of its own."""
+        key = Key.shared(self._of_first)
+        self.same(key=key.stream("agreement").words(0, 2).tolist())  # these words give nothing away of others
+        return key
+
+    def _of_first(self, own: bytes) -> bytes:
+        if self.world_size == 1:
+            return own
+        message = torch.tensor(list(own), dtype=torch.uint8, device=self.device)
+        dist.broadcast(message, src=0)
+        return bytes(message.tolist())
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is up on at least one rank."""
+        if self.world_size == 1:
+            return flag
+        message = torch.tensor(int(flag), dtype=torch.int32, device=self.device)
+        dist.all_reduce(message, dist.ReduceOp.MAX)
+        return bool(message)
+
+    def agree(self, action: Callable[..., T], *args: Any) -> T:
+        """Do something on every rank. If it fails on one it is an error on all, and nothing that follows happens."""
+        if self.world_size == 1:
+            return action(*args)
+        result = error = None
+        try:
+            result = action(*args)
+        except Exception as caught:  # whatever it is, the others wait to hear of it
+            error = caught
+        if self.any(error is not None):
+            messages: list[str | None] = [None] * self.world_size
+            dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}")
+            if error is not None:
+                raise error
+            rank, message = next((rank, text) for rank, text in enumerate(messages) if text is not None)
+            raise RankError(f"Rank {rank} failed, so this one (rank {self.rank}) stops too. {message}")
+        return result
+
+    def first(self, action: Callable[..., T], *args: Any) -> T:
+        """Let rank 0 do something, such as reading the ledger, and give its result to all."""
+        if self.world_size == 1:
+            return action(*args)
+        box = [self.agree(action, *args) if self.rank == 0 else self.agree(lambda: None)]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def same(self, **values: Any) -> None:
+        """Refuse values that are not the same on all ranks."""
+        if self.world_size == 1:
+            return
+        found: list[dict[str, Any]] = [{}] * self.world_size
+        dist.all_gather_object(found, values)
+        for name in values:
+            for rank, other in enumerate(found):
+                if other[name] != found[0][name]:
+                    raise ValueError(
+                        f"`{name}` must be the same on all ranks, got {found[0][name]!r} on rank 0 and {other[name]!r}"
+                        f" on rank {rank}. Start every rank with the same script, data and settings."
+                    )
+
+    # ---- the sum over ranks
+
+    def add_up(self, sums: Mapping[str, Tensor]) -> None:
+        """Add the blocks of all ranks, in place; the same blocks in the same order on every rank."""
+        if self.world_size == 1:
+            return
+        self.reduced_bytes += sum(block.numel() * block.element_size() for block in sums.values())
+        under_way = []
+        for bucket in _buckets(sums.values()):
+            alone = len(bucket) == 1 and bucket[0].is_contiguous()
+            flat = bucket[0] if alone else torch.cat([block.flatten() for block in bucket])
+            under_way.append((dist.all_reduce(flat, async_op=True), flat, [] if alone else bucket))
+        for work, flat, bucket in under_way:
+            work.wait()
+            parts = flat.split([block.numel() for block in bucket]) if bucket else ()
+            for block, part in zip(bucket, parts, strict=True):
+                block.copy_(part.view(block.shape))
+
+    # ---- are the weights still the same?
+
+    def begin_step(self, parameters: Mapping[str, Tensor]) -> None:
+        """Compare the ranks' weights now and then, at the first step and at every CHECK_EVERY-th."""
+        self.reduced_bytes = 0
+        if self._until_check == 0:
+            self.check_weights(parameters)
+        self._until_check = (self._until_check + 1) % CHECK_EVERY
+
+    def check_weights(self, parameters: Mapping[str, Tensor]) -> None:
+        """Raise if a weight, or a shard of it, is not the same on all ranks that hold it, to the last bit."""
+        if self.world_size > 1:
+            self.agree(self._compare, parameters)
+
+    def _compare(self, parameters: Mapping[str, Tensor]) -> None:
+        together: dict[Any, list[str]] = {}  # names by the group of ranks that hold the same
+        for name, p in parameters.items():
+            for group in _holders(p):
+                together.setdefault(group, []).append(name)
+        differing: list[str] = []
+        for group, names in together.items():
+            own = torch.stack([fingerprint(_local(parameters[name])) for name in names]).to(self.device)
+            least, most = own.clone(), own.clone()
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+            differing += [name for name, odd in zip(names, (least != most).any(1).tolist(), strict=True) if odd]
+        if differing:
+            raise RankError(
+                f"`{differing[0]}` must be the same on all ranks, got different weights ({len(differing)} of"
+                f" {len(parameters)} parameters differ). Something updates them besides the private gradient: an"
+                " optimizer or a callback that acts on one rank, or devices of different kinds. Resume from the last"
+                " checkpoint."
+            )
+
+
+def _holders(p: Tensor) -> list[dist.ProcessGroup | None]:
+    """The groups of ranks that hold the same as this one: all (None), or under FSDP2 those along replicated axes."""
+    if not isinstance(p, DTensor):
+        return [None]
+    return [p.device_mesh.get_group(axis) for axis, placement in enumerate(p.placements) if placement.is_replicate()]
+
+
+def _local(p: Tensor) -> Tensor:
+    return p.to_local() if isinstance(p, DTensor) else p
+
+
+def _buckets(blocks: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one type and device, up to BUCKET elements; a larger block goes by itself."""
+    bucket: list[Tensor] = []
+    for block in blocks:
+        full = sum(other.numel() for other in bucket) + block.numel() > BUCKET
+        if bucket and (full or (block.dtype, block.device) != (bucket[0].dtype, bucket[0].device)):
+            yield bucket
+            bucket = []
+        bucket.append(block)
+    if bucket:
+        yield bucket
+
+
+@torch.no_grad()
+def fingerprint(x: Tensor) -> Tensor:
+    """Two int64 numbers (2,) that change with nearly any change of `x`: sums of its bits and of their squares."""
+    total = torch.zeros(2, dtype=torch.int64, device=x.device)
+    for piece in x.detach().contiguous().view(-1).split(BUCKET):
+        bits = piece.view(_BITS[piece.element_size()]).to(torch.int64)
+        total += torch.stack([bits.sum(), (bits * bits).sum()])
+    return total

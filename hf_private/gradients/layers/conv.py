@@ -1,0 +1,94 @@
+"""Convolutions in 1 to 3 dimensions: a linear layer on patches, with stride, padding, dilation and groups."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_private.gradients.persample import Dense, Outer, widen
+
+from .tap import REMEDY, Tap, UncoveredError
+
+
+def patches(x: Tensor, kernel: tuple[int, ...], stride: list[int], padding: list[int], dilation: list[int]) -> Tensor:
+    """Patches that each output position sees: (B, positions, channels, kernel positions)."""
+    x = F.pad(x, [side for amount in reversed(padding) for side in (amount, amount)])
+    spatial = len(kernel)
+    for axis, (size, step, spread) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+        x = x.unfold(axis, (size - 1) * spread + 1, step)[..., ::spread]
+    # (B, C, *positions, *kernel) -> (B, positions, C, kernel)
+    x = x.flatten(2 + spatial).flatten(2, 1 + spatial)
+    return x.permute(0, 2, 1, 3)
+
+
+class _Conv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, anchor, x: Tensor, weight: Tensor, bias, stride, padding, dilation, groups: int, tap: Tap, names):
+        ctx.tap, ctx.names, ctx.geometry, ctx.groups, ctx.dtype = (
+            tap,
+            names,
+            (stride, padding, dilation),
+            groups,
+            x.dtype,
+        )
+        ctx.save_for_backward(x, weight)
+        return torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple:
+        x, weight = ctx.saved_tensors
+        stride, padding, dilation = ctx.geometry
+        weight_name, bias_name = ctx.names
+        records, flat = ctx.tap.batch_size, dy.flatten(2)  # (B, out, positions)
+        if bias_name:
+            ctx.tap.observe(bias_name, Dense(widen(flat).sum(2).view(records, -1, flat.shape[1]).sum(1)))
+        if weight_name:
+            a = patches(x, weight.shape[2:], stride, padding, dilation)
+            if ctx.groups == 1:
+                value = Outer(ctx.tap.rows(flat.transpose(1, 2)), ctx.tap.rows(a.flatten(2)), weight.shape)
+            else:
+                value = Dense(grouped_gradients(widen(flat), widen(a), ctx.groups, weight.shape, records))
+            ctx.tap.observe(weight_name, value)
+        dx = None
+        if ctx.needs_input_grad[1]:
+            dx = torch.ops.aten.convolution_backward(
+                dy, x.to(dy.dtype), weight.to(dy.dtype), None, stride, padding, dilation, False,
+                [0] * len(stride), ctx.groups, [True, False, False],
+            )[0].to(ctx.dtype)  # fmt: skip
+        return None, dx, *[None] * 8
+
+
+def grouped_gradients(dy: Tensor, a: Tensor, groups: int, shape: torch.Size, records: int) -> Tensor:
+    """Per-sample gradients (N, *shape) of a grouped convolution: each group sees its own channels only."""
+    dy = dy.unflatten(1, (groups, -1))  # (B, g, out / g, positions)
+    a = a.unflatten(2, (groups, -1)).flatten(3)  # (B, positions, g, in / g * kernel)
+    g = torch.einsum("ngot,ntgi->ngoi", dy, a)
+    return g.reshape(len(g), *shape).view(records, -1, *shape).sum(1)
+
+
+def conv(
+    tap: Tap,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride=1,
+    padding=0,
+    dilation=1,
+    groups: int = 1,
+) -> Tensor:
+    """Rule for `F.conv1d`, `F.conv2d`, `F.conv3d`: input (B, in, ...), weight (out, in / groups, ...)."""
+    spatial = weight.dim() - 2
+    if input.dim() != spatial + 2 or input.shape[0] % tap.batch_size:
+        raise UncoveredError(
+            f"`{tap.path}` got an input of shape {tuple(input.shape)} without the records in front. Remedy: {REMEDY}."
+        )
+    stride, dilation = ([s] * spatial if isinstance(s, int) else list(s) for s in (stride, dilation))
+    if padding == "same":
+        total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+        input = F.pad(input, [side for t in reversed(total) for side in (t // 2, t - t // 2)])
+    if isinstance(padding, str):
+        padding = 0
+    padding = [padding] * spatial if isinstance(padding, int) else list(padding)
+    names = (tap.name(weight), tap.name(bias))
+    return _Conv.apply(
+        tap.anchor, input, tap.detached(weight), tap.detached(bias), stride, padding, dilation, groups, tap, names
+    )

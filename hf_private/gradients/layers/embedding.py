@@ -1,0 +1,50 @@
+"""Embeddings: rows picked by index, also when position ids come as one row for the whole batch."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_private.gradients.persample import Rows
+
+from .tap import Tap, UncoveredError
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, anchor, index: Tensor, weight: Tensor, padding_idx: int | None, tap: Tap, name: str) -> Tensor:
+        ctx.tap, ctx.parameter, ctx.padding_idx, ctx.shape = tap, name, padding_idx, weight.shape
+        ctx.save_for_backward(index)
+        return F.embedding(index, weight)
+
+    @staticmethod
+    def backward(ctx, ds: Tensor) -> tuple:
+        (index,) = ctx.saved_tensors
+        index = ctx.tap.rows(index.unsqueeze(-1)).squeeze(-1)
+        ds = ds.reshape(*index.shape, ds.shape[-1])
+        if ctx.padding_idx is not None:
+            ds = ds.masked_fill((index == ctx.padding_idx % ctx.shape[0]).unsqueeze(-1), 0)
+        ctx.tap.observe(ctx.parameter, Rows(index, ds, ctx.shape))
+        return None, None, None, None, None, None
+
+
+def embedding(
+    tap: Tap,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """Rule for `F.embedding`: input (B, ...) or (1, ...), weight (vocabulary, d)."""
+    if max_norm is not None or scale_grad_by_freq:
+        option = "max_norm" if max_norm is not None else "scale_grad_by_freq"
+        raise UncoveredError(
+            f"`{tap.path}` has `{option}`, which lets records meet. Remedy: build it without, or freeze it."
+        )
+    if input.dim() > 1 and input.shape[0] == 1 and tap.leading > 1:
+        # Position ids of shape (1, T): autograd would sum over the batch before the rule sees the gradient.
+        input = input.expand(tap.leading, *input.shape[1:])
+        tap.book.expanded.add(tap.path)
+    return _Embedding.apply(tap.anchor, input, tap.detached(weight), padding_idx, tap, tap.name(weight))

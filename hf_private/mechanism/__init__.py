@@ -1,0 +1,1 @@
+"""One private step: draw, clip, add up, add noise."""

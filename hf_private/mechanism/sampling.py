@@ -1,0 +1,169 @@
+"""Poisson draws as a function of (secret key, counter), and the loader that reads them.
+
+The accountant's amplification by sampling holds for one scheme: at every step each record is in the batch with
+probability q, independently of all others and of all other steps. So the batch size is Binomial(n, q), a batch may be
+empty, and it still is a step. One DataLoader item is one such logical batch.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from hf_private._validate import whole
+from hf_private.randomness import Key, reseed_global
+
+
+class PoissonSampler(Sampler[list[int]]):
+    """Batch sampler whose batch number `counter` is a function of (key, counter) alone.
+
+    All ranks make the same draw, and each takes its share of it: a union of separate draws could hold a record twice.
+    A pass over the sampler is an epoch of `steps_per_epoch` = ceil(n / B) draws, not a pass over the data.
+
+    Guarantee: within one sampler a counter is used by one pass only. A second `train()` needs a new sampler, with the
+    new key that comes with it. Ranks share a `Key.shared(broadcast)`; a key given as bytes is for tests
+    (`reproducible` is True, and the run is NOT PRIVATE).
+
+    Args:
+        num_records: n, treated as public.
+        expected_batch_size: B over all ranks, at most n. The draw includes each record with probability q = B / n.
+        steps_per_epoch: Length of a pass, ceil(n / B) by default.
+
+    >>> sampler = PoissonSampler(num_records=1000, expected_batch_size=50)
+    >>> sampler.sample_rate, len(sampler)
+    (0.05, 20)
+    >>> bool((sampler.draw(7) == sampler.draw(7)).all())
+    True
+    """
+
+    def __init__(
+        self,
+        num_records: int,
+        expected_batch_size: int,
+        steps_per_epoch: int | None = None,
+        key: Key | bytes | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        whole(1, num_records=num_records, expected_batch_size=expected_batch_size, world_size=world_size)
+        whole(0, rank=rank)
+        if expected_batch_size > num_records:
+            raise ValueError(
+                f"`expected_batch_size` must be at most `num_records` ({num_records}), got {expected_batch_size}. "
+                "Lower it; at `num_records` every step takes all records."
+            )
+        if rank >= world_size:
+            raise ValueError(f"`rank` must be below `world_size` ({world_size}), got {rank}.")
+        if steps_per_epoch is None:
+            steps_per_epoch = -(-num_records // expected_batch_size)
+        whole(1, steps_per_epoch=steps_per_epoch)
+        self.num_records = num_records
+        self.expected_batch_size = expected_batch_size
+        self.sample_rate = expected_batch_size / num_records
+        self.rank = rank
+        self.world_size = world_size
+        self._steps_per_epoch = steps_per_epoch
+        self._key = Key.of(key)
+        self._epoch = 0  # the next pass
+        self._first_unused_epoch = 0
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether somebody else may know the key: a reproducible run is not private."""
+        return self._key.reproducible
+
+    def __len__(self) -> int:
+        return self._steps_per_epoch
+
+    def draw(self, counter: int) -> np.ndarray:
+        """The whole logical batch number `counter`: sorted int64 indices (size,), size ~ Binomial(n, q).
+
+        From one drawn record to the next is a geometric gap, P(gap > k) = (1 - q)^k. Drawing gaps is the same as
+        tossing n coins, at a cost of O(q n). Uniforms have 53 bits: q is met to about 1e-16.
+        """
+        whole(0, counter=counter)
+        n, q = self.num_records, self.sample_rate
+        if q == 1:
+            return np.arange(n)
+        stream = self._key.stream("sample", counter)
+        # Enough gaps to reach n but for one draw in a billion; then the stream is read on.
+        count = 2 * math.ceil((q * n + 6 * math.sqrt(q * n) + 8) / 2)
+        drawn, last = [], -1
+        while last < n:
+            uniforms = stream.uniforms(len(drawn) * count, count).numpy()
+            gaps = np.floor(np.log(uniforms) / math.log1p(-q)) + 1
+            indices = last + np.cumsum(np.minimum(gaps, n + 1).astype(np.int64))  # a gap beyond n ends the draw anyway
+            drawn.append(indices[: np.searchsorted(indices, n)])
+            last = indices[-1]
+        return np.concatenate(drawn)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass be number `epoch`, that is, counters `epoch * len` and up."""
+        whole(0, epoch=epoch)
+        if epoch < self._first_unused_epoch:
+            raise ValueError(
+                f"`epoch` must be at least {self._first_unused_epoch}, got {epoch}: its batches have been drawn, "
+                "and using a draw for two training steps voids the accounting. Make a new sampler: it draws a new key."
+            )
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """This rank's share of each draw of the pass. Without `set_epoch`, a pass goes on where the last one ended."""
+        # DataLoader may call iter() and throw the result away: the pass begins with the first batch that is asked for.
+        epoch = self._epoch
+        self._epoch = self._first_unused_epoch = epoch + 1
+        reseed_global()  # the dataset's own augmentation runs before any collator could do this
+        for counter in range(epoch * len(self), (epoch + 1) * len(self)):
+            yield self.draw(counter)[self.rank :: self.world_size].tolist()
+
+
+class OneByOne(Dataset):
+    """A dataset that is asked for one record at a time.
+
+    DataLoader would ask one that can give several (`__getitems__`) for the whole draw, and a transform of it
+    (`Dataset.with_transform`) could pad or scale a record by its neighbours, where nobody looks.
+    """
+
+    def __init__(self, records: Dataset | Sequence[Any]) -> None:
+        self.records = records
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.records[index]
+
+
+class PoissonLoader(DataLoader):
+    """DataLoader over a `PoissonSampler` that hands Trainer's `set_epoch` on to it.
+
+    Trainer calls `set_epoch` on the loader, or, after skipping the batches before a checkpoint, on the sampler. Do not
+    `accelerator.prepare` it: that would shard the sampler once more, and repeat or drop records.
+
+    >>> loader = PoissonLoader(list(range(100)), PoissonSampler(100, 10), collate_fn=list)
+    >>> loader.set_epoch(3)
+    >>> len(list(loader))
+    10
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset | Sequence[Any],
+        sampler: PoissonSampler,
+        collate_fn: Callable[[list[Any]], Any],
+        **options: Any,
+    ) -> None:
+        # Workers are seeded from torch's global generator, which somebody may know.
+        super().__init__(
+            OneByOne(dataset), batch_sampler=sampler, collate_fn=collate_fn, worker_init_fn=_reseed_worker, **options
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass be number `epoch`."""
+        self.batch_sampler.set_epoch(epoch)
+
+
+def _reseed_worker(worker: int) -> None:
+    reseed_global()

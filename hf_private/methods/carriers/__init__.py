@@ -1,0 +1,1 @@
+"""RGP and LSG: low-rank gradient carriers."""

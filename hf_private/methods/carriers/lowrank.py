@@ -1,0 +1,163 @@
+"""The thin matrices of RGP and LSG: where carriers come from, what they take of a gradient, and how it comes back.
+
+RGP (Yu et al. 2021) takes carriers L (rows, r) and R (r, columns), both orthonormal, and of the gradient g of a weight
+W (rows, columns) it releases only
+
+    dL = g R^T,    dR = L^T g,
+
+from which dL R + L dR - L L^T dL R is g projected on the carriers: r (rows + columns) noised numbers instead of
+rows * columns. For a linear layer g = left^T right, so dL = left^T (right R^T) and dR = (left L)^T right: g itself is
+never formed. LSG (Ito et al. 2023) also drops the rows of dL and the columns of dR that belong to unimportant neurons:
+those with a small sum of |W| over their row or column.
+
+All is stated in the weight's stored layout, rows x columns: (out, in) for Linear, (in, out) for Hugging Face's Conv1D,
+(out, in * kernel) for convolutions. Index letters as in persample.py, r the rank.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from hf_private.gradients.persample import Dense, Outer, PerSample, Rows
+
+
+def power_method(matrices: list[Callable[[], Tensor]], starts: list[tuple[Tensor, Tensor]], iterations: int):
+    """Algorithm 2 of RGP for matrices (m, n) of equal shape, from Gaussian starts (m, r) and (r, n) for each.
+
+    Returns L (k, m, r) with orthonormal columns and R (k, r, n) with orthonormal rows, for k matrices. Where a matrix
+    is zero, nothing is to be found and the starts are orthonormalised. `iterations=0` does that for all.
+    """
+    left, right = (torch.stack(side) for side in zip(*starts, strict=True))
+    for _ in range(iterations):
+        product = torch.stack([read() @ r.t() for read, r in zip(matrices, right, strict=True)])
+        left = orthonormal(_or_else(product, left))
+        product = torch.stack([part.t() @ read() for read, part in zip(matrices, left, strict=True)])
+        right = _or_else(product, right)
+    return left if iterations else orthonormal(left), orthonormal(right.mT).mT
+
+
+def orthonormal(columns: Tensor) -> Tensor:
+    """Orthonormal columns with the same span (completed, where the given ones are dependent), by Householder QR."""
+    return torch.linalg.qr(columns).Q
+
+
+def _or_else(products: Tensor, others: Tensor) -> Tensor:
+    """Each (k, ...) of `products` that is not zero throughout; the other one where it is."""
+    alive = products.flatten(1).any(1)
+    return torch.where(alive.view(-1, 1, 1), products, others)
+
+
+def kept(size: int, sparsity: float) -> int:
+    """How many of `size` neurons stay: the top (1 - p), at least one."""
+    return max(1, round((1 - sparsity) * size))
+
+
+def important(weight: Tensor, sparsity: float) -> tuple[Tensor, Tensor]:
+    """Indices of the rows and of the columns that LSG keeps, by sums of |W|; a channel's kernel positions together.
+
+    `weight` (rows, channels, kernel positions...); columns are channels * kernel positions.
+    """
+    size = weight.detach().abs().flatten(2) if weight.dim() > 2 else weight.detach().abs().unsqueeze(2)
+    rows = size.sum((1, 2)).topk(kept(size.shape[0], sparsity)).indices.sort().values
+    channels = size.sum((0, 2)).topk(kept(size.shape[1], sparsity)).indices.sort().values
+    positions = torch.arange(size.shape[2], device=channels.device)
+    return rows, (channels.unsqueeze(1) * size.shape[2] + positions).flatten()
+
+
+class LowRank:
+    """The carriers of one weight: L (rows, r) and R (r, columns), orthonormal, and the neurons that LSG keeps.
+
+    Gradients of both are held with r first, dL transposed: (r, kept rows) and (r, kept columns).
+    """
+
+    def __init__(
+        self, left: Tensor, right: Tensor, sides: tuple[str, ...] = ("L", "R"), kept: tuple[Tensor, ...] = ()
+    ) -> None:
+        self.left, self.right, self.sides = left, right, sides
+        self.kept = dict(zip("LR", kept, strict=True)) if kept else {}
+
+    def project(self, value: PerSample) -> Iterator[tuple[str, PerSample]]:
+        """Theorem 2.1: each record's dL^T (N, r, kept rows) and dR (N, r, kept columns) from its gradient g."""
+        for side in self.sides:
+            g = self._left(value) if side == "L" else self._right(value)
+            if self.kept:
+                # Selecting from ds or a instead would save these products' dropped part, but copy much more.
+                g = _columns(g, self.kept[side])
+            yield side, Dense(g)
+
+    def _left(self, value: PerSample) -> Tensor:
+        """(g R^T)^T: (N, r, rows)."""
+        if isinstance(value, Outer):
+            return _outer(_thin(self.right, value.right), value.left)
+        if isinstance(value, Rows):
+            shape = torch.Size((value.shape[0], len(self.right)))
+            return Rows(value.index, _thin(self.right, value.ds).mT, shape).dense().mT
+        return _thin(self.right, value.dense().flatten(2))
+
+    def _right(self, value: PerSample) -> Tensor:
+        """L^T g: (N, r, columns)."""
+        if isinstance(value, Outer):
+            return _outer(_thin(self.left.t(), value.left), value.right)
+        if isinstance(value, Rows):
+            return _outer(self.left[value.index].mT, value.ds)
+        g = value.dense().flatten(2)
+        return torch.matmul(self.left.t().to(g.dtype), g)
+
+    def reconstruct(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """Corollary 2.1.1: the weight's gradient (rows, columns) from dL^T and dR, zero where they were not kept."""
+        full = {side: self._spread(side, part) for side, part in parts.items()}
+        if self.sides == ("L",):
+            return full["L"].t() @ self.right
+        if self.sides == ("R",):
+            return self.left @ full["R"]
+        # dL R + L dR - L L^T dL R, in one product of thin matrices: [dL - L L^T dL, L] [R; dR]
+        outside = full["L"] - (full["L"] @ self.left) @ self.left.t()
+        return torch.cat([outside, self.left.t()]).t() @ torch.cat([self.right, full["R"]])
+
+    def _spread(self, side: str, part: Tensor) -> Tensor:
+        if not self.kept:
+            return part
+        size = self.left.shape[0] if side == "L" else self.right.shape[1]
+        return part.new_zeros(len(part), size).index_copy_(1, self.kept[side], part)
+
+
+def _thin(carrier: Tensor, big: Tensor) -> Tensor:
+    """A carrier (r, size) times each position of `big` (N, T, size): (N, r, T), as a view.
+
+    With r in front this product takes half the time of `big` times the carrier's transpose. The large factor is never
+    copied to another dtype.
+    """
+    product = torch.mm(carrier.to(big.dtype), big.flatten(0, 1).t())
+    return product.unflatten(1, big.shape[:2]).transpose(0, 1)
+
+
+def _outer(thin: Tensor, big: Tensor) -> Tensor:
+    """`thin_n big_n` of (N, r, T) and (N, T, size): (N, r, size). With r in front it runs along `big`'s memory."""
+    return torch.bmm(thin.to(big.dtype), big)
+
+
+def _columns(x: Tensor, index: Tensor) -> Tensor:
+    """Those features of `x` (N, k, size). As a matrix: torch takes four to nine times as long along a third axis."""
+    return x.flatten(0, 1).index_select(1, index).unflatten(0, x.shape[:2])
+
+
+class Submatrix:
+    """Sparse DP-SGD: no carriers, but the gradient's kept rows and columns only; it is one block, "S"."""
+
+    def __init__(self, rows: Tensor, columns: Tensor, shape: torch.Size) -> None:
+        self.rows, self.columns, self.shape = rows, columns, shape
+
+    def project(self, value: PerSample) -> Iterator[tuple[str, PerSample]]:
+        """The kept part of each record's gradient."""
+        if isinstance(value, Outer):
+            part = Outer(_columns(value.left, self.rows), _columns(value.right, self.columns))
+            yield "S", Dense(part.dense()) if part.instantiating_is_smaller() else part
+        else:
+            yield "S", Dense(_columns(value.dense().flatten(2).index_select(1, self.rows), self.columns))
+
+    def reconstruct(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """The weight's gradient (rows, columns), zero where it was not kept."""
+        full = parts["S"].new_zeros(self.shape[0], self.shape[1:].numel())
+        full[self.rows.unsqueeze(1), self.columns] = parts["S"]
+        return full

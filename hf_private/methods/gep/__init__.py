@@ -1,0 +1,1 @@
+"""GEP: gradients embedded in a subspace of public data."""

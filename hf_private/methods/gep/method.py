@@ -1,0 +1,330 @@
+"""GEP and B-GEP: gradients embedded in a subspace that public data spans, and what is left of them.
+
+GEP (Yu et al. 2021, Algorithm 1) takes anchor gradients G of m public records, finds by power iteration an orthonormal
+basis B (k, p) of their principal directions, and of each private gradient g releases
+
+    w = B g            the embedding, clipped to S1: k noised numbers, most of the gradient
+    r = g - B^T w      the residual, clipped to S2, which can be small
+
+so that B^T w + r is g again. B-GEP releases w only, and is biased by r. Parameters are cut into groups, each with a
+basis of its own (the paper's parameter grouping).
+
+Neither B x p private gradients nor m x p anchor gradients exist here. Embeddings are read off inside the backward
+pass; the norm of r follows from those of g and w, and its clipped sum is sum_n c_n g_n - B^T sum_n c_n w_n. Where
+gradients of a parameter must be formed, at most k of them live at a time, as many as there are basis vectors.
+
+Index letters as in persample.py, and j for basis vectors.
+"""
+
+import hashlib
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hf_private.gradients.method import Factors, Method
+from hf_private.gradients.persample import Dense, Outer, PerSample, Rows, Tied, sq_norms, weighted_sum, widen
+
+# Slack s of the residual's norm^2, which is taken as |g|^2 - |w|^2 + s|g|^2. It covers rounding, which is relative to
+# |g| and not to |r|, and by bounding c|g| <= S2 / sqrt(s) it keeps small the rounding of the two sums that cancel.
+SLACK = {torch.float32: 1e-4, torch.float64: 1e-12}
+LARGEST_DEFECT = 1e-3  # of |B B^T - I|: beyond, B is no basis
+COPIES = 2  # the basis and the product that becomes the next one; a group more while it is orthonormalised
+
+
+class Group(NamedTuple):
+    """Parameters that share a basis of `k` vectors."""
+
+    names: tuple[str, ...]
+    k: int
+
+
+class Clip(Factors, Protocol):
+    """What GEP needs of clipping.Clipping besides: it clips twice, with two norms."""
+
+    mode: str
+    clip_norm: float
+
+
+# books(step, method): the books of the step's public micro-batches, written by `method`; the same at every call.
+Books = Callable[[int, Method], Iterable[Mapping[str, PerSample]]]
+
+
+def formed(value: PerSample, at_most: int) -> Iterator[Tensor]:
+    """The gradients themselves (n, p), `at_most` records at a time."""
+    if isinstance(value, Outer):
+        for left, right in zip(value.left.split(at_most), value.right.split(at_most), strict=True):
+            yield torch.bmm(widen(left).transpose(1, 2), widen(right)).flatten(1)
+    else:
+        yield from value.dense().flatten(1).split(at_most)
+
+
+def embed(value: PerSample, basis: Tensor) -> Tensor:
+    """`<g_n, B_j>` (N, k) of each record's gradient with each basis vector of one parameter, `basis` (k, *shape).
+
+    >>> embed(Dense(torch.tensor([[3.0, 4.0]])), torch.eye(2))
+    tensor([[3., 4.]])
+    """
+    if isinstance(value, Tied):
+        return embed(value.outer, basis) + embed(value.rows, basis)
+    if isinstance(value, Rows):  # only the rows that a record names
+        ds = widen(value.ds).to(basis.dtype)
+        return torch.stack([(vector[value.index] * ds).sum((1, 2)) for vector in basis], 1)
+    columns = basis.flatten(1).t()
+    return torch.cat([g.to(basis.dtype) @ columns for g in formed(value, len(basis))])
+
+
+def combine(value: PerSample, weights: Tensor) -> Tensor:
+    """`sum_n A_nj g_n` (k, *shape) for `weights` A (N, k): the power iteration's A^T G for one parameter.
+
+    >>> combine(Dense(torch.tensor([[3.0, 4.0]])), torch.tensor([[1.0, 2.0]]))
+    tensor([[3., 4.], [6., 8.]])
+    """
+    if isinstance(value, Tied):
+        return combine(value.outer, weights) + combine(value.rows, weights)
+    if isinstance(value, Rows):
+        return torch.stack([value.weighted_sum(c) for c in weights.t()])
+    k = weights.shape[1]
+    parts = zip(weights.split(k), formed(value, k), strict=True)
+    total = sum(a.t() @ g.to(a.dtype) for a, g in parts)
+    shape = value.shape if isinstance(value, Outer) else value.dense().shape[1:]
+    return total.view(k, *shape)
+
+
+def orthonormal(rows: Tensor) -> Tensor:
+    """Orthonormal rows (k, p) with the same span (completed, where the given ones are dependent), by QR."""
+    return torch.linalg.qr(rows.t()).Q.t()
+
+
+def defect(basis: Iterable[Tensor]) -> float:
+    """|B B^T - I| (Frobenius) of a basis in slices (k, ...), in float64: how far it is from orthonormal."""
+    gram = 0
+    for part in basis:
+        for columns in part.flatten(1).split(1 << 16, dim=1):
+            columns = columns.double()
+            gram = gram + columns @ columns.t()
+    return torch.linalg.matrix_norm(gram - torch.eye(len(gram), dtype=gram.dtype, device=gram.device)).item()
+
+
+def memory_limit(device: torch.device) -> int:
+    """Bytes that a basis may take: half of what the device has."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory // 2
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+class Anchors(Method):
+    """GEP on all trainable parameters, or B-GEP if `residual` is False.
+
+    Args:
+        groups: Parameters that share a basis, and its size, by the group's name; every parameter is in one group.
+        books: Public gradients: `books(step, method)` gives the books that `method` writes for the public
+            micro-batches of a step. May be set later, before the first step.
+        power_iterations: Iterations t of Algorithm 1; each reads the public records once.
+        refresh: The basis is computed every so many steps.
+        residual: Release the residual too (GEP), with S2 = `residual_clip_norm`, a fifth of S1 by default. S1 is the
+            run's clip norm.
+        seed: Public; with the step and the parameter's name it gives the power iteration's start.
+
+    Guarantee: the embeddings' sum has sensitivity S1 and the residuals' S2, whatever the gradients are. Both are
+    releases on one sample, so each gets sqrt(2) of the effective noise multiplier.
+
+    >>> method = Anchors({"head": Group(("weight", "bias"), k=3)})
+    >>> method.attach(dict(nn.Linear(6, 5).named_parameters()))
+    >>> method.blocks
+    {'@head': torch.Size([3]), 'weight': torch.Size([5, 6]), 'bias': torch.Size([5])}
+    >>> [round(s, 3) for s in method.releases(1.0)]
+    [1.414, 1.414]
+    """
+
+    CLIPPING = ("flat", "automatic")  # as a whole: sensitivities S1 and S2 either way
+
+    def __init__(
+        self,
+        groups: Mapping[str, Group],
+        books: Books | None = None,
+        *,
+        power_iterations: int = 1,
+        refresh: int = 1,
+        residual: bool = True,
+        residual_clip_norm: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.groups, self.books = dict(groups), books
+        self.power_iterations, self.refresh, self.seed = power_iterations, refresh, seed
+        self.residual, self.residual_clip_norm = residual, residual_clip_norm
+        self.group_of = {name: group for group, (names, _) in self.groups.items() for name in names}
+        self.basis: dict[str, Tensor] = {}  # (k, *shape) by parameter: its columns of the group's B
+        self.slack = math.nan
+
+    def attach(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().attach(parameters)
+        if wrong := sorted(self.group_of.keys() ^ parameters.keys()):
+            got = "in no group" if wrong[0] in parameters else "in a group and frozen or absent"
+            raise ValueError(f"`groups` must hold the trainable parameters, each once, got `{wrong[0]}` {got}.")
+        self._check_memory()
+        self.basis = {}
+        embeddings = {f"@{group}": torch.Size((k,)) for group, (_, k) in self.groups.items()}
+        self.blocks = embeddings | (self.blocks if self.residual else {})
+
+    # ---- what is released
+
+    def read(self, name: str, value: PerSample) -> dict[str, PerSample]:
+        """A use of a parameter: its gradients as they are, and their share of the group's embedding."""
+        values = super().observe(name, value)
+        return values | {f"@{self.group_of[name]}": Dense(embed(values[name], self.basis[name]))}
+
+    def observe(self, name: str, value: PerSample) -> dict[str, PerSample]:
+        records = self.read(name, value)
+        if not self.residual:  # then the gradients are dropped inside the backward pass
+            del records[name]
+        return records
+
+    def clipped_sums(
+        self, records: Mapping[str, PerSample], clipping: Clip, onto: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        if clipping.mode not in self.CLIPPING:
+            raise ValueError(
+                f"`clipping` must be one of {self.CLIPPING} with `anchors`, got {clipping.mode!r}: GEP clips"
+                " embeddings and residuals as a whole."
+            )
+        embeddings = {block: value for block, value in records.items() if block not in self.parameters}
+        sq_embedding = sum(value.g.double().square().sum(1) for value in embeddings.values())
+        dtype = next(iter(embeddings.values())).g.dtype  # clip factors leave room for the rounding of this type
+        factor = clipping.factors({"w": sq_embedding.to(dtype)})["w"]
+        sums = {block: weighted_sum(value, factor) for block, value in embeddings.items()}
+        if not self.residual:
+            return sums
+
+        values = {name: value for name, value in records.items() if name in self.parameters}
+        sq_norm = sum(value.double() for value in sq_norms(values).values())
+        sq_residual = (sq_norm - sq_embedding).clamp_min(0) + self.slack * sq_norm
+        second = replace(clipping, clip_norm=self._second_clip_norm(clipping.clip_norm))
+        factor = second.factors({"r": sq_residual.to(dtype)})["r"]
+        # A parameter that no record reached has a residual all the same, if its group has an embedding.
+        for block, value in embeddings.items():
+            embedded = weighted_sum(value, factor)
+            for name in self.groups[block[1:]].names:
+                sums[name] = -torch.tensordot(embedded, self.basis[name], 1)
+                if name in records:
+                    sums[name] += weighted_sum(records[name], factor)
+        return sums
+
+    def _second_clip_norm(self, clip_norm: float) -> float:
+        """S2, from S1."""
+        return clip_norm / 5 if self.residual_clip_norm is None else self.residual_clip_norm
+
+    def stds(self, noise_multiplier: float, clip_norm: float) -> dict[str, float]:
+        if not noise_multiplier:  # the non-private twin has clip_norm = inf
+            return dict.fromkeys(self.blocks, 0.0)
+        part = self.releases(noise_multiplier)[0]
+        second = part * self._second_clip_norm(clip_norm)
+        return {block: second if block in self.parameters else part * clip_norm for block in self.blocks}
+
+    def releases(self, noise_multiplier: float) -> tuple[float, ...]:
+        """Two releases on one sample, together worth `noise_multiplier`: (1/s^2 + 1/s^2)^(-1/2) = s / sqrt(2)."""
+        return (noise_multiplier * math.sqrt(2),) * 2 if self.residual else (noise_multiplier,)
+
+    def gradients(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        result = {}
+        for name, basis in self.basis.items():
+            result[name] = torch.tensordot(sums[f"@{self.group_of[name]}"], basis, 1)
+            if self.residual:
+                result[name] += sums[name]
+        return result
+
+    # ---- public quantities: the anchor subspace
+
+    def begin_step(self, step: int) -> None:
+        if not self.basis or step % self.refresh == 0:
+            self._find_subspace(step)
+
+    def _find_subspace(self, step: int) -> None:
+        """First stage of Algorithm 1, streaming over public micro-batches: A = G B^T and B = A^T G."""
+        if self.books is None:
+            raise ValueError(
+                "`anchor_dataset` must be given with `anchors`, got None. Public, unlabelled data is enough."
+            )
+        self.basis = {}  # frees the last one
+        self.basis = {name: self._gaussian(name, step) for name in self.parameters}
+        for _ in range(self.power_iterations):
+            product = {name: torch.zeros_like(basis) for name, basis in self.basis.items()}
+            for records in self.books(step, _PublicBook(self)):
+                self._add(product, records)
+            for group in self.groups.values():
+                self._orthonormalise(group, product)
+        _agree(self.basis)
+        worst = max(defect([self.basis[name] for name in group.names]) for group in self.groups.values())
+        if not worst <= LARGEST_DEFECT:
+            raise RuntimeError(
+                f"The anchor subspace must be orthonormal, got |BB^T - I| = {worst}: use another dtype."
+            )
+        self.slack = SLACK[next(iter(self.basis.values())).dtype] + worst
+
+    def _add(self, product: dict[str, Tensor], records: Mapping[str, PerSample]) -> None:
+        """Add a micro-batch to B = A^T G; public records whose gradient is not finite are left out."""
+        for group, (names, _) in self.groups.items():
+            if f"@{group}" not in records:
+                continue
+            a = records[f"@{group}"].g
+            keep = a.isfinite().all(1)
+            for name in names:
+                if name in records:
+                    value = records[name] if keep.all() else records[name].masked(keep)
+                    product[name] += combine(value, a.where(keep.unsqueeze(1), 0))
+
+    def _orthonormalise(self, group: Group, product: dict[str, Tensor]) -> None:
+        rows = torch.cat([product.pop(name).flatten(1) for name in group.names], 1)
+        if not rows.any():  # zero gradients have no principal directions: any will do
+            rows = torch.cat([self.basis[name].flatten(1) for name in group.names], 1)
+        sizes = [self.parameters[name].numel() for name in group.names]
+        for name, part in zip(group.names, orthonormal(rows).split(sizes, 1), strict=True):
+            self.basis[name] = part.reshape(group.k, *self.parameters[name].shape)
+
+    def _gaussian(self, name: str, step: int) -> Tensor:
+        """Start of the power iteration (k, *shape): the same on every rank and in every run with this seed."""
+        digest = hashlib.sha256(f"{self.seed}/{step}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        p, k = self.parameters[name], self.groups[self.group_of[name]].k
+        return torch.randn(k, *p.shape, generator=generator, dtype=_wide(p)).to(p.device)
+
+    @property
+    def basis_bytes(self) -> int:
+        """Most memory that the bases take: sum_g k_g p_g, twice, and the largest group once more."""
+        sizes = [
+            sum(k * self.parameters[name].numel() * _wide(self.parameters[name]).itemsize for name in names)
+            for names, k in self.groups.values()
+        ]
+        return COPIES * sum(sizes) + COPIES * max(sizes)
+
+    def _check_memory(self) -> None:
+        limit = memory_limit(next(iter(self.parameters.values())).device)
+        if self.basis_bytes > limit:
+            vectors = sum(group.k for group in self.groups.values())
+            raise ValueError(
+                f"`k` must leave the basis below {limit / 2**30:.1f} GiB, half of the device's memory, got {vectors}"
+                f" vectors in {len(self.groups)} groups: {self.basis_bytes / 2**30:.1f} GiB. Lower `k`, use smaller"
+                " `groups` ('layer'), or target fewer modules."
+            )
+
+
+class _PublicBook(Method):
+    """What is read of a public record: gradients and embeddings, for B-GEP too."""
+
+    def __init__(self, anchors: Anchors) -> None:
+        self.observe = anchors.read
+
+
+def _wide(p: Tensor) -> torch.dtype:
+    return torch.float64 if p.dtype == torch.float64 else torch.float32
+
+
+def _agree(basis: Mapping[str, Tensor]) -> None:
+    """All ranks take the first one's basis: rounding that differs turns directions of little weight."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        for part in basis.values():
+            torch.distributed.broadcast(part, src=0)

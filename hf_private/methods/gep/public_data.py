@@ -1,0 +1,192 @@
+"""Public records for GEP: which they are, that none of them is a training record, and their gradients.
+
+All randomness here is public, a function of (seed, step): every rank and every power iteration sees the same records,
+labels and dropout. It never reaches the generators that the private pass draws from.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hf_private.gradients.bookkeeper import BookKeeper
+from hf_private.gradients.method import Method
+from hf_private.gradients.persample import PerSample
+from hf_private.tasks.heads import Head, head_of
+from hf_private.tasks.losses import LABEL_NAMES
+from hf_private.tasks.micro_batches import length_of, split
+from hf_private.tasks.synthetic import random_labels
+
+from .config import AnchorConfig
+
+NUMBERING = ("id", "idx", "index")
+LOOKED_AT = 50_000  # rows of a dataset, spread evenly over it, that are hashed
+OWN_LABELS = (Head.CAUSAL_LM, Head.MASKED_LM, Head.SEQ2SEQ_LM)
+
+
+def checked_anchors(config: AnchorConfig | None, dataset: Any, training: Any) -> AnchorConfig | None:
+    """The config with the public dataset's name and fingerprint in it; refuses private records among its rows."""
+    if config is None and dataset is None:
+        return None
+    if config is None or dataset is None:
+        given, missing = ("anchors", "anchor_dataset") if dataset is None else ("anchor_dataset", "anchors")
+        raise ValueError(
+            f"`{missing}` must be given with `{given}`, got None. GEP needs DPConfig(anchors=AnchorConfig(...)) and"
+            " DPTrainer(anchor_dataset=...), public records that need no labels."
+        )
+    if not hasattr(dataset, "__getitem__") or not len(dataset):
+        raise ValueError(f"`anchor_dataset` must have rows and random access, got {type(dataset).__name__}.")
+    if training is not None:
+        check_apart(dataset, training)
+    found, stated = fingerprint(dataset), config.dataset_fingerprint
+    if stated not in (None, found):
+        raise ValueError(f"`dataset_fingerprint` must be that of `anchor_dataset`, {found}, got {stated}.")
+    info = getattr(dataset, "info", None)
+    name = getattr(info, "dataset_name", None) or getattr(info, "builder_name", None)
+    return replace(config, dataset_name=config.dataset_name or name, dataset_fingerprint=found)
+
+
+def fingerprint(dataset: Any) -> str:
+    """Hash of a dataset's rows: 16 hexadecimal digits, the same whatever class holds them.
+
+    >>> fingerprint([{"text": "a"}, {"text": "b"}]) == fingerprint([{"text": "b"}, {"text": "a"}])
+    False
+    """
+    total = hashlib.sha256(str(len(dataset)).encode())
+    for row in _rows(dataset):
+        total.update(_digest(row, _columns(row)))
+    return total.hexdigest()[:16]
+
+
+def check_apart(anchors: Any, training: Any) -> None:
+    """Refuse public data that shares records with the private data; of long datasets a part is looked at.
+
+    Labels do not count: the same text or image with another label is the same record.
+    """
+    same = anchors is training or getattr(anchors, "_fingerprint", 0) == getattr(training, "_fingerprint", 1)
+    if not same and len(anchors) and len(training):
+        first = [next(_rows(dataset)) for dataset in (anchors, training)]
+        columns = sorted(_columns(first[0]) & _columns(first[1]))
+        known = {_digest(row, columns) for row in _rows(anchors)} if columns else set()
+        shared = sum(_digest(row, columns) in known for row in _rows(training)) if columns else 0
+    else:
+        shared = len(training)
+    if shared:
+        raise ValueError(
+            f"`anchor_dataset` must be public, got one that shares {shared} rows with `train_dataset`. The subspace is"
+            " published: take them out of one of the two."
+        )
+
+
+def _rows(dataset: Any) -> Iterator[Any]:
+    for index in np.linspace(0, len(dataset) - 1, min(len(dataset), LOOKED_AT), dtype=np.int64):
+        yield dataset[int(index)]
+
+
+def _columns(row: Any) -> set[str]:
+    return {name for name in row if name not in LABEL_NAMES + NUMBERING} if isinstance(row, Mapping) else {""}
+
+
+def _digest(row: Any, columns: Any) -> bytes:
+    """Hash of a row's columns; lists, arrays, tensors and images with the same content have the same."""
+    total = hashlib.blake2b(digest_size=16)
+    for name in sorted(columns):
+        value = row[name] if isinstance(row, Mapping) else row[0] if isinstance(row, (tuple, list)) else row
+        try:
+            array = np.asarray(value)
+        except ValueError:  # a ragged list
+            array = np.asarray(repr(value))
+        if array.dtype.kind == "f":
+            array = array.astype(np.float32)
+        content = array.tobytes() if array.dtype.kind in "biuf" else repr(array.tolist()).encode()
+        total.update(f"{name}/{array.shape}/".encode() + content)
+    return total.digest()
+
+
+class AnchorData:
+    """The public micro-batches of a step: records with labels drawn at random, or a text's own for language models.
+
+    Args:
+        dataset: Public records; labels are not needed.
+        collator: List of records to a batch of tensors.
+        model: Its head says what labels are.
+        num_anchors: Records m in a step; all, if there are fewer.
+        max_rows, max_tokens: Size of a micro-batch. Changes speed and memory only.
+        seed: Public.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collator: Callable[[list[Any]], Mapping[str, Any]],
+        model: nn.Module,
+        *,
+        num_anchors: int,
+        max_rows: int,
+        max_tokens: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.dataset, self.collator, self.model, self.seed = dataset, collator, model, seed
+        self.num_anchors, self.max_rows, self.max_tokens = num_anchors, max_rows, max_tokens
+
+    def __call__(self, step: int) -> Iterator[dict[str, Any]]:
+        """Collated micro-batches of public records; the same for the same step."""
+        generator = public_generator(self.seed, step)
+        chosen = torch.randperm(len(self.dataset), generator=generator)[: self.num_anchors].tolist()
+        records = [self.dataset[index] for index in chosen]
+        for part in split([length_of(record) for record in records], self.max_rows, self.max_tokens):
+            yield self._labelled(dict(self.collator([records[i] for i in part])), generator)
+
+    def _labelled(self, batch: dict[str, Any], generator: torch.Generator) -> dict[str, Any]:
+        try:
+            head = head_of(self.model)
+        except ValueError:  # a head that only the user's loss knows: the labels are the dataset's own
+            return batch
+        if head is Head.CAUSAL_LM and "labels" not in batch:
+            labels = batch["input_ids"]
+            mask = batch.get("attention_mask")
+            return batch | {"labels": labels if mask is None else labels.masked_fill(mask == 0, -100)}
+        if head in OWN_LABELS:
+            return batch
+        unlabelled = {name: value for name, value in batch.items() if name not in LABEL_NAMES}
+        return unlabelled | random_labels(self.model, unlabelled, generator)
+
+
+class AnchorBooks:
+    """The books of public micro-batches: `books(step, method)`, see `methods.anchors.Books`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        per_sample_loss: Callable[[nn.Module, Mapping[str, Any]], Tensor],
+        batches: Callable[[int], Iterator[Mapping[str, Any]]],
+        seed: int = 0,
+    ) -> None:
+        self.model, self.per_sample_loss, self.batches, self.seed = model, per_sample_loss, batches, seed
+
+    def __call__(self, step: int, method: Method) -> Iterator[Mapping[str, PerSample]]:
+        """Run the model on the public records in the mode it is in, and leave it as it was."""
+        with public_randomness(self.seed, step):
+            for batch in self.batches(step):
+                with torch.enable_grad(), BookKeeper(self.model, method) as book:
+                    book.backward(self.per_sample_loss(self.model, batch))
+                    yield book.records()
+
+
+def public_generator(seed: int, step: int) -> torch.Generator:
+    """Generator for public choices of a step."""
+    digest = hashlib.sha256(f"anchors/{seed}/{step}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+@contextmanager
+def public_randomness(seed: int, step: int) -> Iterator[None]:
+    """Global generators as a function of (seed, step); their secret state is put back at the end."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(public_generator(seed, step).initial_seed())
+        yield

@@ -1,0 +1,383 @@
+"""PrivacyLedger: what was spent, on disk before it is used.
+
+One JSON object per line. Each ends with a hash of the hash before it and of its own content, so that damage, a lost
+tail and a forked history are found. It is no signature: whoever can write the file can write another history.
+
+    {"size":    142,"kind":"ledger","version":1,"id":"..","hash":".."}      first line, unlike any other ledger's
+    {"size":    287,"kind":"phase","session":"..","name":"train","event":{..},"hash":".."}      what a step costs now
+    {"kind":"step","hash":".."}     one event of the current phase is spent
+    {"kind":"torn","hash":".."}     the same, in place of a line that a crash left unfinished
+
+Spending is in `step` and `torn` lines only, and a phase is on disk before its first step. So a last line that cannot
+be read hides at most one step of the current phase, and is charged as that. The lines of other kinds, longer, begin
+with their `size`, which tells one unfinished line from several damaged ones. Damage elsewhere is an error.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import secrets
+import weakref
+from collections.abc import Iterable
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from hf_private.accounting.events import Event, compact
+
+VERSION = 1
+SPENDING = ("step", "torn")
+RESERVED = {"ledger", "phase", *SPENDING}
+SIZE = re.compile(rb'{"size": *([0-9]{1,7}),')
+HASH = re.compile(rb',"hash":"([0-9a-f]{64})"}')
+HASH_BYTES = len(',"hash":""}') + 64
+STEP_BYTES = len('{"kind":"step"') + HASH_BYTES + len("\n")
+
+
+class LedgerError(RuntimeError):
+    """The ledger cannot be trusted, reached or written. The message names the way out."""
+
+
+def _hash(previous: str, content: bytes) -> str:
+    return hashlib.sha256(previous.encode() + content).hexdigest()
+
+
+def _line(previous: str, kind: str, **data: Any) -> bytes:
+    """One line of the ledger, newline included."""
+    content = json.dumps({"kind": kind, **data}, separators=(",", ":"), allow_nan=False).encode()
+    if kind not in SPENDING:
+        content = b'{"size":%7d,' % (len(content) + len('"size":1234567,') + HASH_BYTES) + content[1:]
+    return content[:-1] + b',"hash":"%s"}\n' % _hash(previous, content).encode()
+
+
+class _Chain:
+    """Lines of a ledger, verified and added up."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.hashes: list[str] = []
+        self.records: list[dict[str, Any]] = []  # all but the spending
+        self.spent: dict[Event, int] = {}  # event of a phase -> times that it was charged
+        self.event: Event | None = None  # of the current phase
+
+    @property
+    def head(self) -> str:
+        return self.hashes[-1] if self.hashes else ""
+
+    def add(self, line: bytes) -> bool:
+        """Count a line without newline; False if it does not continue the chain, LedgerError if it makes no sense."""
+        found, content = HASH.fullmatch(line[-HASH_BYTES:]), line[:-HASH_BYTES] + b"}"
+        if found is None or found[1].decode() != _hash(self.head, content):
+            return False
+        if content == b'{"kind":"step"}' and self.event is not None:
+            self.charge()
+        elif content == b'{"kind":"torn"}' and self.hashes:
+            self.charge()
+        else:
+            self._note(content)
+        self.hashes.append(found[1].decode())
+        return True
+
+    def charge(self) -> None:
+        if self.event is not None:  # a line torn before the first phase hides no step
+            self.spent[self.event] = self.spent.get(self.event, 0) + 1
+
+    def _note(self, content: bytes) -> None:
+        try:
+            record = json.loads(content)
+            del record["size"]
+            if (record["kind"] == "ledger") != (not self.hashes):
+                raise ValueError("the first line, and no other, must be of kind 'ledger'")
+            if record["kind"] == "ledger" and record["version"] != VERSION:
+                raise ValueError(f"version {record['version']!r} of the format is unknown")
+            if record["kind"] == "phase":
+                self.event = Event.from_dict(record["event"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise LedgerError(
+                f"line {len(self.hashes) + 1} of {self.path} cannot be understood: {error}. Read it with the "
+                "version of hf_private that wrote it."
+            ) from error
+        self.records.append(record)
+
+
+def _parse(data: bytes, path: Path) -> tuple[_Chain, int]:
+    """The chain, and the length of its lines in `data`: anything after them is one unfinished line."""
+    chain, start = _Chain(path), 0
+    while start < len(data):
+        end = data.find(b"\n", start)
+        end = len(data) if end < 0 else end
+        line, last = data[start:end], end + 1 >= len(data)
+        if not chain.add(line):
+            size = SIZE.match(line)
+            if last and len(data) - start <= (int(size[1]) if size else STEP_BYTES):
+                return chain, start
+            raise LedgerError(
+                f"line {len(chain.hashes) + 1} of {path} is damaged: it does not continue the chain of hashes. Put "
+                "back a backup, or the copy that the latest checkpoint keeps. Without either the spending is "
+                "unknown: start again from the base model, in a new output folder."
+            )
+        start = min(end + 1, len(data))
+    return chain, start
+
+
+class PrivacyLedger:
+    """Append-only record of privacy spending, in use by one process at a time.
+
+    Args:
+        path: the file, `_dp/ledger.jsonl` in the output folder.
+        create: begin a new ledger if there is none. Say False on resume: there a missing ledger is an error.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, PrivacyLedger(f"{folder}/_dp/ledger.jsonl") as ledger:
+    ...     ledger.charge(Event(0.01, (1.0,)), phase="train")
+    ...     ledger.charge(Event(0.01, (1.0,)), phase="train")
+    ...     ledger.events
+    (Event(sample_rate=0.01, releases=(1.0,), steps=2, sampling='poisson'),)
+    """
+
+    def __init__(self, path: str | os.PathLike, create: bool = True) -> None:
+        self.path = Path(path)
+        self.unfinished = False
+        self._file: FileIO | None = None
+        self._session = secrets.token_hex(8)  # two sessions never write equal lines: a fork of the history shows
+        self._phase: tuple[str, Event] | None = None
+        if not create and not self.path.exists():
+            raise LedgerError(
+                f"there is no ledger at {self.path}, so what was spent is not known. Put it back from a backup, or "
+                "from the copy that the latest checkpoint keeps (steps after that checkpoint are not in the copy)."
+            )
+        try:
+            _make_folder(self.path.parent)
+            self._file = _locked(self.path)
+            data = self._file.readall()
+            self._chain, length = _parse(data, self.path)
+            if length < len(data) or not self._chain.hashes:
+                self._repair(length)
+            elif not data.endswith(b"\n"):
+                os.write(self._file.fileno(), b"\n")
+                os.fsync(self._file.fileno())
+            _sync_folder(self.path.parent)
+        except OSError as error:
+            self.close()
+            raise LedgerError(
+                f"cannot open the ledger {self.path}: {error}. Check the folder and its rights."
+            ) from error
+        except LedgerError:
+            self.close()
+            raise
+        _OPEN.add(self)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike) -> "PrivacyLedger":
+        """Read a ledger that this or another process may be writing; nothing is locked, repaired or written."""
+        ledger = cls.__new__(cls)
+        ledger.path, ledger._file, ledger._phase = Path(path), None, None
+        try:
+            data = ledger.path.read_bytes()
+        except OSError as error:
+            raise LedgerError(f"cannot read the ledger {path}: {error}. Check the path.") from error
+        ledger._chain, length = _parse(data, ledger.path)
+        ledger.unfinished = length < len(data)
+        return ledger
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """Everything spent, an unfinished line included, equal events added up."""
+        spent = dict(self._chain.spent)
+        if self.unfinished and self._chain.event is not None:
+            spent[self._chain.event] = spent.get(self._chain.event, 0) + 1
+        return compact(Event(e.sample_rate, e.releases, n * e.steps, e.sampling) for e, n in spent.items())
+
+    @property
+    def records(self) -> tuple[dict[str, Any], ...]:
+        """All lines but the steps, in order: the run's settings, its phases."""
+        return tuple(self._chain.records)
+
+    @property
+    def head(self) -> str:
+        """Hash of the last line; with `length` it fixes the whole history."""
+        return self._chain.head
+
+    @property
+    def length(self) -> int:
+        """Number of lines."""
+        return len(self._chain.hashes)
+
+    def charge(self, event: Event, phase: str = "train") -> None:
+        """Spend `event`. When this returns the spending is on disk, and only then may its result be used."""
+        if not isinstance(event, Event):
+            raise TypeError(f"`event` must be an Event, got {event!r}.")
+        if self._phase != (phase, event):
+            self._append("phase", session=self._session, name=str(phase), event=event.to_dict())
+            self._phase = (phase, event)
+        self._append("step")
+
+    def record(self, kind: str, data: dict[str, Any]) -> None:
+        """Write down something that is no spending, such as the settings of a run. Infinity is written as "inf"."""
+        if not isinstance(kind, str) or kind in RESERVED:
+            raise ValueError(f"`kind` must be a string other than {', '.join(sorted(RESERVED))}, got {kind!r}.")
+        if not {"kind", "size", "hash"}.isdisjoint(data):
+            raise ValueError(f"`data` must not use the keys kind, size and hash, got {sorted(data)}.")
+        try:
+            json.dumps(data, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"`data` must be JSON, without nan and infinity: {error}, got {data!r}.") from error
+        self._append(kind, **data)
+
+    def continue_from(self, events: Iterable[Event], source: dict[str, Any]) -> bool:
+        """Take over what was spent elsewhere, such as on the base model. Once per `source`; True if it was done now.
+
+        The closing record is written last, so that a crash in between leads to spending counted twice, never to none.
+        """
+        source = json.loads(json.dumps(source))
+        if {"kind": "continues", "source": source} in self._chain.records:
+            return False
+        for event in events:
+            self.charge(event, phase="continued")
+        self.record("continues", {"source": source})
+        return True
+
+    def contains(self, length: int, head: str) -> bool:
+        """Whether this history once had that length and head."""
+        return 0 < length <= self.length and self._chain.hashes[length - 1] == head
+
+    def prefix_of(self, other: "PrivacyLedger") -> bool:
+        """Whether `other` is this history, or a continuation of it."""
+        return other.contains(self.length, self.head)
+
+    def save_copy(self, path: str | os.PathLike) -> None:
+        """Copy the ledger, for a checkpoint: all of it or nothing appears at `path`."""
+        _write_whole(Path(path), self.path.read_bytes()).close()
+
+    def reconcile(self, copy: str | os.PathLike) -> None:
+        """Settle with a checkpoint's copy: the longer history holds, and two different ones are an error."""
+        other = PrivacyLedger.read(copy)
+        if other.prefix_of(self):
+            return
+        if not self.prefix_of(other):
+            raise LedgerError(
+                f"{self.path} and {other.path} are different histories: each has steps that the other lacks, so "
+                "neither has all of the spending. Resume from a checkpoint of this ledger; or, if nothing of the run "
+                "that wrote it was kept or looked at, put the checkpoint's copy in its place."
+            )
+        self._writable()
+        data = other.path.read_bytes()
+        chain, length = _parse(data, other.path)
+        replaced, self._file = self._file, _write_whole(self.path, data[:length].rstrip(b"\n") + b"\n", lock=True)
+        replaced.close()
+        self._chain, self._phase = chain, None
+        if other.unfinished:
+            self._append("torn")
+
+    def close(self) -> None:
+        """Give up the lock. Reading goes on to work."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> "PrivacyLedger":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _writable(self) -> FileIO:
+        if self._file is None:
+            raise LedgerError(
+                f"{self.path} is not open for writing here: it was closed, read only, opened before a fork, or a "
+                "write failed. Open it with PrivacyLedger(path)."
+            )
+        return self._file
+
+    def _append(self, kind: str, **data: Any) -> None:
+        file = self._writable()
+        line = _line(self.head, kind, **data)
+        try:
+            written = os.write(file.fileno(), line)  # one call and O_APPEND: a kill leaves all of the line or none
+            os.fsync(file.fileno())
+        except OSError as error:
+            self.close()  # how much is on disk is unknown; the next opening reads it, and charges what is unfinished
+            raise LedgerError(
+                f"cannot write to the ledger {self.path}: {error}. The step must not be used."
+            ) from error
+        if written < len(line):
+            self.close()
+            raise LedgerError(
+                f"the disk of the ledger {self.path} is full. Free some space; the step must not be used."
+            )
+        self._chain.add(line[:-1])
+
+    def _repair(self, length: int) -> None:
+        """Put a whole line over an unfinished one at offset `length`, in an order that no crash turns cheaper."""
+        line = (
+            _line(self.head, "torn") if self.length else _line("", "ledger", version=VERSION, id=secrets.token_hex(16))
+        )
+        with FileIO(self.path, "r+") as file:  # not O_APPEND, which ignores offsets
+            # one byte stays: whenever this is stopped, the file ends in something that is charged
+            file.truncate(length + 1)
+            os.fsync(file.fileno())
+            os.pwrite(file.fileno(), line, length)
+            os.fsync(file.fileno())
+        self._chain.add(line[:-1])
+
+
+def _locked(path: Path) -> FileIO:
+    """Open for appending under an exclusive lock, which the system drops when the process ends, however it ends."""
+    while True:
+        file = FileIO(path, "a+")
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            raise LedgerError(
+                f"{path} is in use by another process, or by another trainer of this one. Wait for it to end, close "
+                "it, or choose another output folder."
+            ) from error
+        if os.path.exists(path) and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+            file.seek(0)
+            return file
+        file.close()  # replaced between opening and locking
+
+
+def _make_folder(folder: Path) -> None:
+    if not folder.exists():
+        _make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _sync_folder(folder.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a new name in the folder outlast a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_whole(path: Path, data: bytes, lock: bool = False) -> FileIO:
+    """Replace a file at once; return it open for appending, locked before anybody can see it."""
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        _make_folder(path.parent)
+        file = FileIO(draft, "a+")
+        if lock:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        view = memoryview(data)
+        while view:
+            view = view[os.write(file.fileno(), view) :]
+        os.fsync(file.fileno())
+        os.replace(draft, path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        if draft.exists():
+            draft.unlink()
+        raise LedgerError(f"cannot write {path}: {error}. Check the folder, its rights and the space left.") from error
+    return file
+
+
+# A forked data loader worker would hold the lock on after its parent was killed, and the resumed run would be refused.
+_OPEN: "weakref.WeakSet[PrivacyLedger]" = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [ledger.close() for ledger in list(_OPEN)])

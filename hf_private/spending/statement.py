@@ -1,0 +1,264 @@
+"""privacy.json: the facts of a run, and everything that follows from them.
+
+What a run did (its ledger, settings, software) is taken as it is. All claims are computed from that here, by one pure
+function, so that anyone can compute them again: `hf-private verify` does.
+"""
+
+import json
+import math
+from decimal import ROUND_CEILING, Decimal
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from hf_private.accounting.budget import delta_curve, epsilon, group_epsilon
+from hf_private.accounting.composition import best_of_epsilon, joint_epsilon
+from hf_private.accounting.events import Event
+from hf_private.methods.registry import describe_method
+
+RECORD = "privacy.json"
+SCHEMA_VERSION = 1
+CURVE = tuple(step / 10 for step in range(1, 17))  # points of delta(epsilon), as multiples of the claimed epsilon
+
+NOT_COVERED = (
+    "what the base model and the tokenizer were trained on",
+    "the evaluation data, and the metrics measured on it",
+    "settings that were chosen by looking at results on the private data, unless charged under `tuning`",
+    "people who contributed more records than the privacy unit says",
+    "the size of the training set, which is treated as public",
+    "how long training took, which its logs and the times of its files show",
+)
+ADMISSIONS = {  # what a run's settings may have to admit; all of it is true of whatever is made from its weights, too
+    "disjoint_data": "It was stated, and not checked, that the base model was privately trained on other records.",
+    "base_model_unchecked": (
+        "Whether the base model was privately trained before could not be looked up; nothing is charged."
+    ),
+    "adapter_unchecked": (
+        "An adapter's past cannot be seen: its weights do not show whether it was privately trained before, and nobody"
+        " has named a record of it; nothing is charged."
+    ),
+    "anchors": "That the data of GEP's subspace is public was stated; only shared rows were looked for.",
+    "ranks": (
+        "It was trained on several ranks: all of them, and the network between them, are trusted with the keys and"
+        " with sums before noise."
+    ),
+    "chooses_model": "The checkpoint was chosen by metrics on the evaluation data, which is not covered.",
+}
+FACTS = ("settings", "runs", "ledger", "dataset", "tuning", "audit", "evaluation", "versions", "weights")
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema of privacy.json.
+
+    >>> schema()["properties"]["schema_version"]
+    {'const': 1}
+    """
+    return json.loads(files("hf_private.spending").joinpath("privacy_schema.json").read_text())
+
+
+def round_up(value: float, digits: int = 3) -> float:
+    """Round up to two decimals, or to `digits` significant digits where those are finer: a claim is never too small.
+
+    >>> round_up(3.2999973), round_up(8.001), round_up(0.012341), round_up(2.0)
+    (3.3, 8.01, 0.0124, 2.0)
+    """
+    if not math.isfinite(value) or value == 0:
+        return value
+    exact = Decimal(repr(float(value)))
+    last = min(-2, exact.adjusted() - digits + 1)
+    return float(exact.quantize(Decimal(1).scaleb(last), rounding=ROUND_CEILING))
+
+
+def build_record(facts: dict[str, Any], weights: dict[str, str]) -> dict[str, Any]:
+    """The whole record of a run.
+
+    Args:
+        facts: What `DPTrainer.privacy_record` returns: `ledger`, `runs`, `settings`, `dataset`, and so on.
+        weights: sha256 of each file of weights that the claim is about.
+    """
+    facts = {"tuning": {"runs": None, "law": None}, "audit": None, **facts}
+    settings, dataset, runs = facts["settings"], facts["dataset"], facts["runs"]
+    events = [Event.from_dict(event) for event in facts["ledger"]["events"]]
+    reasons = not_private(events, runs)
+    delta, unit = settings["target_delta"], settings["records_per_unit"]
+    report = epsilon(events, delta)
+    spent = _spent(events, delta, unit, report.epsilon, facts["tuning"])
+    if not reasons and math.isinf(spent):
+        reasons = ["no accountant gives a finite epsilon"]
+    claimed = math.inf if reasons else round_up(spent)
+    noise = admitted(facts).get("noise", "secure")
+    record = {
+        "schema_version": SCHEMA_VERSION,
+        "private": not reasons,
+        "not_private_because": reasons,
+        "guarantee": {
+            "epsilon": claimed,
+            "delta": delta,
+            "epsilon_unrounded": math.inf if reasons else spent,
+            "accountants": {
+                name: {"lower": low, "estimate": middle, "upper": up}
+                for name, (low, middle, up) in sorted(report.bounds.items())
+            },
+            "curve": _curve(events, report.epsilon),
+        },
+        "privacy_unit": {"unit": "record" if unit == 1 else "person", "records_per_unit": unit},
+        "adjacency": "add-or-remove-one",
+        "setting": "central: whoever trains is trusted, everybody who sees the result is not",
+        "scope": {
+            "base_model": facts.get("base_model"),
+            "released": ["the weights in this folder", "all earlier checkpoints of the run", "epsilon"],
+            "not_covered": list(NOT_COVERED),
+        },
+        "mechanism": {
+            "method": describe_method(settings, facts.get("peft")),
+            "peft": facts.get("peft"),
+            "optimizer": facts.get("optimizer"),
+            "clip_norm": settings["clip_norm"],
+            "clipping": settings["clipping"],
+            "expected_batch_size": settings["expected_batch_size"],
+            "steps": sum(event.steps for event in events),
+            "phases": [
+                {
+                    "noise_multiplier": event.noise_multiplier,
+                    "sample_rate": event.sample_rate,
+                    "steps": event.steps,
+                    "releases_per_step": len(event.releases),
+                }
+                for event in events
+            ],
+        },
+        "sampling": {
+            "declared": sorted({event.sampling for event in events}),
+            "implemented": "poisson",
+            "max_batch": None,
+        },
+        "accounting": {
+            "library": "hf_private: the larger of PRV's upper bound and PLD",
+            "enforced_by": settings["accountant"],
+            "eps_error": report.eps_error,
+            "delta_error": report.delta_error,
+            "note": report.note,
+        },
+        "randomness": {
+            "noise": noise,
+            "cryptographic": noise == "secure",
+            "keys": "fixed" if any(run.get("reproducible") for run in runs) else "drawn from the operating system",
+            "floating_point": "noise is added in float64 and rounded to the parameter's type",
+        },
+        **{name: facts.get(name) for name in FACTS},
+        "weights": weights,
+    }
+    record["dataset"] = {**dataset, "num_records_is_public": True}
+    record["caveats"] = caveats(record)
+    return plain(record)
+
+
+def rebuild(record: dict[str, Any]) -> dict[str, Any]:
+    """The record that follows from the facts in `record`: the same one, unless a claim or a fact was changed."""
+    facts = {name: record[name] for name in FACTS if name != "weights"}
+    facts["base_model"], facts["optimizer"] = record["scope"]["base_model"], record["mechanism"]["optimizer"]
+    facts["peft"] = record["mechanism"]["peft"]
+    return build_record(facts, record["weights"])
+
+
+def not_private(events: list[Event], runs: list[dict[str, Any]]) -> list[str]:
+    """Why a run claims no privacy; empty if it does."""
+    reasons = []
+    if not any(event.steps for event in events):
+        reasons.append("no private step is recorded")
+    if any(event.steps and event.noise_multiplier == 0 for event in events):
+        reasons.append("steps were taken without noise")
+    if any(event.sampling != "poisson" for event in events):
+        reasons.append("batches were not drawn by Poisson sampling, the only one with a known price here")
+    if any(run.get("reproducible") for run in runs):
+        reasons.append("noise and batches came from a fixed key: whoever has it can take the noise away again")
+    if any(run.get("log_nonprivate") for run in runs):
+        reasons.append("training losses were logged without noise (`log_nonprivate`)")
+    return reasons
+
+
+def caveats(record: dict[str, Any]) -> list[str]:
+    """What weakens a claim, or is easily misunderstood about it."""
+    found, guarantee = [], record["guarantee"]
+    n = record["dataset"]["num_records"]
+    if 10 < float(guarantee["epsilon"]) < math.inf:
+        found.append("Epsilon is above 10: the formal guarantee is weak, whatever attacks achieve today.")
+    if n and guarantee["delta"] >= 1 / n:
+        found.append(f"Delta is not below 1 / {n}: publishing one record at random would satisfy it.")
+    if record["tuning"]["runs"] is None:
+        found.append("It is not recorded how many runs were tried before this one; none of them is charged.")
+    if record["privacy_unit"]["records_per_unit"] == 1:
+        found.append("The unit is one record: a person with several records is protected less.")
+    if record["randomness"]["noise"] != "secure":
+        found.append("The noise came from a generator that is not cryptographic.")
+    found += [text for name, text in ADMISSIONS.items() if name in admitted(record)]
+    return found
+
+
+def admitted(record: dict[str, Any]) -> dict[str, Any]:
+    """What a record has to admit, of its own runs and of all that they continue: settings that weaken its claim."""
+    settings, evaluation = record.get("settings") or {}, record.get("evaluation") or {}
+    last = {"chooses_model": evaluation.get("chooses_model")} | {
+        name: settings[name] for name in ("anchors", "noise") if name in settings
+    }
+    found: dict[str, Any] = {}
+    for one in (*(record.get("runs") or ()), *(record["ledger"].get("continues") or ()), last):
+        weak = {name: one[name] for name in ADMISSIONS if one.get(name) and name != "ranks"}
+        if isinstance(one.get("ranks"), int) and one["ranks"] > 1:
+            weak["ranks"] = one["ranks"]
+        if one.get("noise", "secure") != "secure":  # a generator that is not cryptographic counts for all
+            weak["noise"] = one["noise"]
+        found = {**weak, **found}
+    return found
+
+
+def plain(value: Any) -> Any:
+    """Replace what JSON cannot say: infinity becomes the string "inf".
+
+    >>> plain({"epsilon": math.inf, "steps": (1, 2)})
+    {'epsilon': 'inf', 'steps': [1, 2]}
+    """
+    if isinstance(value, float) and math.isinf(value):
+        return "inf"
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def to_text(record: dict[str, Any]) -> str:
+    """The bytes of privacy.json, as text."""
+    return json.dumps(record, indent=2, allow_nan=False) + "\n"
+
+
+def read_record(folder: str | Path) -> dict[str, Any] | None:
+    """The record in a folder; None if there is none."""
+    path = Path(folder, RECORD)
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def _spent(events: list[Event], delta: float, unit: int, one: float, tuning: dict[str, Any]) -> float:
+    """Epsilon per privacy unit, with the runs that were tried and thrown away."""
+    runs, law = tuning["runs"], tuning["law"]
+    if not runs or runs == 1:
+        return one if unit == 1 else group_epsilon(events, delta, unit)
+    if law == "fixed":
+        events = [event for event in events for _ in range(int(runs))]
+        return joint_epsilon([events], delta).epsilon if unit == 1 else group_epsilon(events, delta, unit)
+    return best_of_epsilon(events, delta, runs, law) if unit == 1 else math.inf
+
+
+def _curve(events: list[Event], spent: float) -> list[dict[str, float]]:
+    """delta(epsilon) per record, rounded up."""
+    if not 0 < spent < math.inf:
+        return []
+    points = delta_curve(events, [round_up(spent * factor) for factor in CURVE])
+    return [{"epsilon": eps, "delta": _ceil_digits(delta)} for eps, delta in points]
+
+
+def _ceil_digits(value: float, digits: int = 3) -> float:
+    if value <= 0:
+        return 0.0
+    exact = Decimal(repr(value))
+    return float(exact.quantize(Decimal(1).scaleb(exact.adjusted() - digits + 1), rounding=ROUND_CEILING))

@@ -1,0 +1,174 @@
+"""From the records of one draw to micro-batches: one row for each record, and padding that is marked as such.
+
+Clipping bounds the influence of a row. So a row must be a record, a whole one, and nothing in it may depend on the
+records beside it: not their number, and not their length.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hf_private._validate import whole
+from hf_private.randomness import reseed_global
+
+from .losses import LABEL_NAMES
+
+
+class LogicalBatch:
+    """One Poisson draw (this rank's share of it) as a list of collated micro-batches, possibly none.
+
+    It is opaque on purpose. Trainer and Accelerate look for keys, lengths and `.to` in a batch, to count, log or move
+    its contents; they find nothing here and pass it on to `training_step`. Its size is private: do not log it.
+
+    >>> "labels" in LogicalBatch([{"labels": [1, 2]}], size=2)
+    False
+    """
+
+    __slots__ = ("micro_batches", "size")
+
+    def __init__(self, micro_batches: list[Any], size: int) -> None:
+        self.micro_batches = micro_batches
+        self.size = size  # records in all micro-batches together
+
+    def __contains__(self, item: object) -> bool:
+        return False
+
+
+class LogicalCollator:
+    """Turns the records of one draw into a `LogicalBatch`, with the user's collator for each micro-batch.
+
+    Args:
+        collator: The user's data collator: list of records to one batch.
+        max_rows: Most records in a micro-batch.
+        max_tokens: Most tokens in a micro-batch after padding (rows x longest). A longer record goes alone.
+        rows_of: Names of tensors that must have one row for each record, also where it is alone. Clipping bounds the
+            influence of a row: a record in several rows would have several times that, and records in one row would
+            not be told apart. If any are named, all tensors of a batch are looked at, and its padding too.
+
+    >>> collator = LogicalCollator(lambda records: [r["input_ids"] for r in records], max_rows=2)
+    >>> collator([{"input_ids": [1]}, {"input_ids": [2, 3, 4]}, {"input_ids": [5, 6]}]).micro_batches
+    [[[2, 3, 4], [5, 6]], [[1]]]
+    """
+
+    def __init__(
+        self,
+        collator: Callable[[list[Any]], Any],
+        max_rows: int,
+        max_tokens: int | None = None,
+        rows_of: Sequence[str] = (),
+    ) -> None:
+        whole(1, max_rows=max_rows)
+        if max_tokens is not None:
+            whole(1, max_tokens=max_tokens)
+        self.collator = collator
+        self.max_rows = max_rows
+        self.max_tokens = max_tokens
+        self.rows_of = tuple(rows_of)
+
+    def __call__(self, features: list[Any]) -> LogicalBatch:
+        reseed_global()  # masking collators draw from the global generators
+        parts = split([length_of(feature) for feature in features], self.max_rows, self.max_tokens)
+        return LogicalBatch([self.collate([features[i] for i in part]) for part in parts], size=len(features))
+
+    def collate(self, records: list[Any]) -> Any:
+        """One micro-batch, with one row for each record."""
+        batch = self.collator(records)
+        if self.rows_of:
+            for name, value in batch.items():
+                shape = getattr(value, "shape", ())
+                if shape and shape[0] != len(records) and (name in self.rows_of or len(records) > 1):
+                    raise ValueError(
+                        f"`data_collator` must return one row for each record, got {shape[0]} rows of `{name}` for"
+                        f" {len(records)} records. Do not pack or split records in it: cut the dataset into records"
+                        " that fit, and set `records_per_unit` to the largest number that one person then has. What"
+                        " records have different numbers of (images, say) needs `per_device_train_batch_size=1`."
+                    )
+            refuse_unmarked_padding(records, batch)
+        return batch
+
+
+def refuse_unmarked_padding(records: Sequence[Any], batch: Mapping[str, Any]) -> None:
+    """Padding that nothing marks is text (or sound, or a dark edge) to a model, and there is as much of it as the
+    longest neighbour asks for.
+
+    Each record may have got as many tokens more as the longest has (a collator may add an end of text), not more. Of
+    what is not tokens, the larger of two records must have the larger mask.
+    """
+    if not all(isinstance(record, Mapping) for record in records):
+        return  # tokens are made in the collator: how many belong to a record is not known
+    sizes = {name: [_tokens(record.get(name)) for record in records] for name in records[0] if name in batch}
+    lengths = sizes.get("input_ids", [])
+    aligned = ("input_ids", *LABEL_NAMES, *(name for name in sizes if sizes[name] == lengths))
+    for name, values in sizes.items():
+        if len(set(values)) > 1 and name not in aligned and not name.startswith("decoder_"):
+            masks = [batch[other] for other in batch if other.endswith("mask") and other not in aligned]
+            if not any(_grows(_marks(mask, len(records)), values) for mask in masks):
+                raise ValueError(
+                    f"`data_collator` must return a mask beside `{name}`, whose size is not the same in all records,"
+                    " got none that grows with it: padding would count as content. Take a collator that masks what it"
+                    " pads, bring the records to one size beforehand, or set `per_device_train_batch_size=1`."
+                )
+    if len(set(lengths)) <= 1:
+        return
+    if (mask := batch.get("attention_mask")) is None:
+        raise ValueError(
+            "`data_collator` must return an `attention_mask` for records of different lengths, got none: padding would"
+            " count as text. Take a collator that pads and masks, such as DataCollatorWithPadding."
+        )
+    added = [marked - length for marked, length in zip(_marks(mask, len(records)), lengths, strict=True)]
+    most = max(0, added[lengths.index(max(lengths))])
+    if max(added) > most:
+        raise ValueError(
+            f"`attention_mask` must be 0 at padding, got a record of {lengths[added.index(max(added))]} tokens with"
+            f" {max(added)} more in its mask: they would count as text. Let the collator mask what it pads."
+        )
+
+
+def _marks(mask: Any, records: int) -> list[int]:
+    """How many places of each record a mask marks."""
+    return np.asarray(mask).reshape(records, -1).astype(bool).sum(1).tolist()
+
+
+def _grows(marks: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether a larger record always has more marks."""
+    most: dict[int, int] = {}
+    for size, marked in sorted(zip(sizes, marks, strict=True)):
+        most[size] = marked
+    ordered = [most[size] for size in sorted(most)]
+    return all(less < more for less, more in itertools.pairwise(ordered))
+
+
+def split(lengths: Sequence[int], max_rows: int, max_tokens: int | None = None) -> list[list[int]]:
+    """Positions of the records by micro-batch, longest first, so that memory runs out at once or never.
+
+    >>> split([3, 9, 4, 2], max_rows=3, max_tokens=8)
+    [[1], [2, 0], [3]]
+    """
+    order = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable").tolist()
+    parts, first = [], 0
+    while first < len(order):
+        longest = max(1, lengths[order[first]])
+        rows = max_rows if max_tokens is None else min(max_rows, max(1, max_tokens // longest))
+        parts.append(order[first : first + rows])
+        first += rows
+    return parts
+
+
+def length_of(feature: Any) -> int:
+    """Tokens of one record: of its input or of the decoder's labels, whichever is longer; 1 if it has no tokens."""
+    if not isinstance(feature, Mapping) or "input_ids" not in feature:
+        return 1
+    return max(1, _tokens(feature["input_ids"]), _tokens(feature.get("labels")))
+
+
+def _tokens(ids: Any) -> int:
+    """Elements of a sequence, or of a ragged list of sequences once it is padded (multiple choice)."""
+    shape = getattr(ids, "shape", None)
+    if shape is not None:
+        return math.prod(shape)
+    if not isinstance(ids, Sequence) or isinstance(ids, str):
+        return 0
+    return len(ids) * max(map(_tokens, ids), default=0) if ids and isinstance(ids[0], Sequence) else len(ids)

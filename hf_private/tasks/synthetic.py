@@ -1,0 +1,217 @@
+"""Public random batches for a model's head: what the self-check and the doctor run instead of anybody's data."""
+
+import torch
+from torch import Tensor, nn
+
+from hf_private._validate import whole
+
+from .heads import IGNORE_INDEX, Head, base_model, head_of
+from .losses import SINGLE_LABEL, problem_type, takes
+
+CHOICES = 3
+TOKEN_HEADS = (Head.CAUSAL_LM, Head.MASKED_LM, Head.SEQ2SEQ_LM, Head.TOKEN_CLASSIFICATION)
+# Convolutional networks name no image size; this one survives five halvings.
+IMAGE_SIZE = 64
+SPECIAL_TOKENS = ("pad", "bos", "eos", "cls", "sep", "mask", "unk", "decoder_start", "forced_eos")
+
+
+def synthetic_batch(
+    model: nn.Module, batch_size: int, length: int, generator: torch.Generator | None = None
+) -> dict[str, Tensor]:
+    """Random inputs and labels that are valid for the model's head, all rows different.
+
+    Row 0 has `length` tokens (fewer if the model has fewer positions); the others are padded on the right at random,
+    row 1 always if `length` > 2. Images have the size of the config and no length. The values depend on the generator
+    (on the CPU; a fixed one by default) and the config, not on weights; tensors come on the model's device.
+
+    Example:
+        >>> from transformers import BertConfig, BertForMaskedLM
+        >>> config = BertConfig(
+        ...     hidden_size=8, num_attention_heads=1, num_hidden_layers=1, intermediate_size=8, vocab_size=200
+        ... )
+        >>> batch = synthetic_batch(BertForMaskedLM(config), batch_size=2, length=5)
+        >>> sorted(batch), batch["labels"].shape
+        (['attention_mask', 'input_ids', 'labels', 'token_type_ids'], torch.Size([2, 5]))
+    """
+    whole(1, batch_size=batch_size, length=length)
+    generator = generator or torch.Generator().manual_seed(0)
+    length = min(length, _positions(model))
+    lengths = torch.randint(min(2, length), length + 1, (batch_size,), generator=generator)
+    lengths[0] = length
+    if length > 2:
+        lengths[1:2].clamp_(max=length - 1)
+    batch = _draw(model, lengths, length, generator)
+    main = batch[_main_input(model)].flatten(1)
+    if len(main.unique(dim=0)) < batch_size:
+        raise ValueError(f"`length` must allow {batch_size} different rows, got {length}. Make it longer.")
+    return batch
+
+
+def random_labels(model: nn.Module, batch: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+    """Labels that are valid for the model's head and a batch of unlabelled inputs, drawn at random.
+
+    Example:
+        >>> from transformers import BertConfig, BertForSequenceClassification
+        >>> config = BertConfig(hidden_size=8, num_attention_heads=1, num_hidden_layers=1, vocab_size=9)
+        >>> model = BertForSequenceClassification(config)
+        >>> random_labels(model, {"input_ids": torch.ones(3, 5).long()}, torch.Generator())["labels"].shape
+        torch.Size([3])
+    """
+    main = batch[_main_input(model)]
+    mask = batch.get("attention_mask", torch.ones(main.shape, dtype=torch.int64)).cpu()
+    lengths = mask.flatten(1).sum(1)
+    labels = _labels(
+        base_model(model), head_of(model), {"input_ids": main.cpu(), "attention_mask": mask}, lengths, generator
+    )
+    return {name: value.to(main.device) for name, value in labels.items()}
+
+
+def widen(model: nn.Module, batch: dict[str, Tensor], columns: int) -> dict[str, Tensor]:
+    """A copy of a text batch with more padding on the right, as a longer neighbour would cause; no record may feel it.
+
+    A batch of images is returned as it is. The model must have the positions for it.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=1, n_layer=1, vocab_size=99))
+        >>> batch = synthetic_batch(model, batch_size=3, length=7)
+        >>> widen(model, batch, columns=2)["input_ids"].shape
+        torch.Size([3, 9])
+    """
+    base = base_model(model)
+    filler = {"input_ids": _padding(base), "attention_mask": 0, "token_type_ids": 0}
+    if batch.get("labels") is not None and head_of(model) in TOKEN_HEADS:
+        filler["labels"] = IGNORE_INDEX
+    return batch | {
+        name: nn.functional.pad(batch[name], (0, columns), value=value)
+        for name, value in filler.items()
+        if name in batch
+    }
+
+
+def _draw(model: nn.Module, lengths: Tensor, width: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """One row per entry of `lengths` (B,), text padded on the right to `width`."""
+    base, head = base_model(model), head_of(model)
+    rows = len(lengths)
+    if _main_input(model) == "pixel_values":
+        batch = {"pixel_values": torch.randn(rows, *_image_shape(base.config), generator=generator).to(base.dtype)}
+    elif head is Head.MULTIPLE_CHOICE:
+        choices = [_text(base, lengths, width, generator) for _ in range(CHOICES)]
+        batch = {name: torch.stack([choice[name] for choice in choices], dim=1) for name in choices[0]}
+    else:
+        batch = _text(base, lengths, width, generator)
+    batch |= _labels(base, head, batch, lengths, generator)
+    return {name: value.to(base.device) for name, value in batch.items()}
+
+
+def _text(base: nn.Module, lengths: Tensor, width: int, generator: torch.Generator) -> dict[str, Tensor]:
+    config = base.config.get_text_config()
+    mask = torch.arange(width) < lengths[:, None]
+    ids = _tokens(base, mask.shape, generator)
+    if base.config.is_encoder_decoder and base.config.eos_token_id is not None:
+        # Classifiers of this family read the state at the one <eos> that every record must have.
+        ids[torch.arange(len(ids)), lengths - 1] = _first(base.config.eos_token_id)
+    batch = {"input_ids": ids.masked_fill(~mask, _padding(base)), "attention_mask": mask.long()}
+    segments = getattr(config, "type_vocab_size", None) or 0
+    if segments > 1 and takes(base, "token_type_ids"):
+        batch["token_type_ids"] = torch.randint(segments, mask.shape, generator=generator).masked_fill(~mask, 0)
+    return batch
+
+
+def _labels(
+    base: nn.Module, head: Head, batch: dict[str, Tensor], lengths: Tensor, generator: torch.Generator
+) -> dict[str, Tensor]:
+    rows, config = len(lengths), base.config
+    if head is Head.CLASSIFICATION:
+        kind = problem_type(config, torch.empty(0, dtype=torch.int64))
+        if kind == SINGLE_LABEL:
+            return {"labels": torch.randint(config.num_labels, (rows,), generator=generator)}
+        values = torch.rand(rows, config.num_labels, generator=generator)
+        return {"labels": values if kind == "regression" else values.round()}
+    if head is Head.MULTIPLE_CHOICE:
+        return {"labels": torch.randint(batch["input_ids"].shape[1], (rows,), generator=generator)}
+    if head is Head.QUESTION_ANSWERING:
+        ends = (torch.rand(2, rows, generator=generator) * lengths).long().sort(dim=0).values
+        return {"start_positions": ends[0], "end_positions": ends[1]}
+
+    ids, ignored = batch["input_ids"], batch["attention_mask"] == 0
+    if head is Head.TOKEN_CLASSIFICATION:
+        labels = torch.randint(config.num_labels, ids.shape, generator=generator)
+    elif head is Head.MASKED_LM:
+        labels = _tokens(base, ids.shape, generator)
+        unmasked = torch.rand(ids.shape, generator=generator) < 0.5
+        unmasked[:, 0] = False  # a record without any label would check nothing
+        ignored = ignored | unmasked
+    elif head is Head.SEQ2SEQ_LM:
+        targets = torch.randint(1, ids.shape[1] + 1, (rows,), generator=generator)
+        labels = _tokens(base, ids.shape, generator)
+        if config.eos_token_id is not None:
+            labels[torch.arange(rows), targets - 1] = _first(config.eos_token_id)
+        ignored = torch.arange(ids.shape[1]) >= targets[:, None]
+    else:
+        labels = ids
+    return {"labels": labels.masked_fill(ignored, IGNORE_INDEX)}
+
+
+def _tokens(base: nn.Module, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """Ids drawn from the vocabulary without its special tokens."""
+    ordinary = torch.ones(_vocabulary(base), dtype=torch.bool)
+    config = base.config.get_text_config()
+    for name in SPECIAL_TOKENS:
+        special = getattr(config, f"{name}_token_id", None)
+        for token in special if isinstance(special, list) else [special]:
+            if token is not None and 0 <= token < len(ordinary):
+                ordinary[token] = False
+    ids = ordinary.nonzero().flatten()
+    if len(ids) < 2:
+        raise ValueError(f"`vocab_size` must leave 2 ordinary tokens, got {len(ordinary)}. Use a larger vocabulary.")
+    return ids[torch.randint(len(ids), shape, generator=generator)]
+
+
+def _padding(base: nn.Module) -> int:
+    pad = getattr(base.config.get_text_config(), "pad_token_id", None)
+    return pad if pad is not None and 0 <= pad < _vocabulary(base) else 0
+
+
+def _vocabulary(base: nn.Module) -> int:
+    """Ids that are valid on both ends: in the (possibly resized) embedding and in the logits."""
+    sizes = [len(layer.weight) for layer in (base.get_input_embeddings(), base.get_output_embeddings()) if layer]
+    return min(sizes) if sizes else base.config.get_text_config().vocab_size
+
+
+def _positions(model: nn.Module) -> int:
+    """The most tokens a row may have. RoBERTa numbers positions after its padding index, which costs some."""
+    base = base_model(model)
+    most = getattr(base.config.get_text_config(), "max_position_embeddings", None) or 0
+    most = most if most > 0 else 2**31  # XLNet says -1 for no limit
+    for name, module in base.named_modules():
+        if (
+            name.endswith("position_embeddings")
+            and isinstance(module, nn.Embedding)
+            and module.padding_idx is not None
+        ):
+            most = min(most, module.num_embeddings - module.padding_idx - 1)
+    return most
+
+
+def _main_input(model: nn.Module) -> str:
+    base = base_model(model)
+    if base.main_input_name not in ("input_ids", "pixel_values"):
+        raise ValueError(
+            f"`model` must take input_ids or pixel_values, got {type(base).__name__} with {base.main_input_name}. "
+            "Give the self-check a public batch of your own."
+        )
+    return base.main_input_name
+
+
+def _image_shape(config: object) -> tuple[int, int, int]:
+    """(channels, height, width)"""
+    if getattr(config, "pretrained_cfg", None):  # timm
+        return tuple(config.pretrained_cfg["input_size"])
+    size = getattr(config, "image_size", None) or IMAGE_SIZE
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return getattr(config, "num_channels", 3), height, width
+
+
+def _first(token: int | list[int]) -> int:
+    return token[0] if isinstance(token, list) else token

@@ -1,0 +1,1 @@
+"""DPTrainer and its callback: the seam with the Hugging Face Trainer."""

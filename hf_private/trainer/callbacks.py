@@ -1,0 +1,71 @@
+"""PrivacyCallback: shows what has been spent and stops in time. It reads the ledger and never touches a gradient."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.utils import logging
+
+from hf_private.spending.spending import NOT_PRIVATE, Spending
+
+logger = logging.get_logger(__name__)
+
+
+class PrivacyCallback(TrainerCallback):
+    """Puts `epsilon` into every log entry, hence into the progress bar and all reporters, and ends training when no
+    further step fits the budget. `DPTrainer` adds one by itself.
+
+    While training runs, `epsilon` is a quick upper bound (RDP, or the target where that is less); the entry at the end
+    has the accountant's value, as `trainer.privacy_spent()`. On its own it reads the ledger of any run:
+
+    >>> PrivacyCallback("runs/not_started_yet", target_delta=1e-5).epsilon()
+    0.0
+
+    Args:
+        spending: The `Spending` of a trainer, or the output folder of a run.
+        target_delta: Delta at which a folder's epsilon is reported.
+    """
+
+    def __init__(self, spending: Spending | str | Path, target_delta: float = 1e-5) -> None:
+        self.spending = spending if isinstance(spending, Spending) else Spending(spending, target_delta)
+        self._training = False
+
+    def epsilon(self, exact: bool = False) -> float:
+        """Epsilon spent so far: a quick upper bound, or the accountant's value."""
+        return self.spending.epsilon() if exact else self.spending.quick_epsilon()
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """From here on a log entry must not take the accountant's seconds."""
+        self._training = True
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """From here on it may."""
+        self._training = False
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        """Add epsilon to what is being logged, and to its copy in the history."""
+        if logs is None or "epsilon" in logs or not self.spending.writes:
+            return
+        epsilon = self.epsilon(exact="train_runtime" in logs or not self._training)
+        shown = {"epsilon": "inf", "privacy": NOT_PRIVATE} if math.isinf(epsilon) else {"epsilon": epsilon}
+        for entry in (logs, *state.log_history[-1:]):
+            entry.update(shown)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> TrainerControl:
+        """Stop while the last permitted step is the one just taken; the mechanism would refuse the next."""
+        if self.spending.steps_left == 0:
+            if state.global_step < state.max_steps:
+                state.log_history.append({"privacy_budget_spent": True, "step": state.global_step})
+                logger.warning(f"The privacy budget is spent: training stops at step {state.global_step}.")
+            control.should_training_stop = True
+        return control

@@ -1,0 +1,42 @@
+"""What a card says of a run beside its ledger: settings, data, evaluation, software. Nothing of the records."""
+
+from importlib.metadata import version
+from typing import Any
+
+from transformers import EarlyStoppingCallback, Trainer
+
+from hf_private import __version__
+from hf_private.tasks.heads import base_model
+
+LIBRARIES = ("torch", "transformers", "accelerate", "peft", "datasets", "dp-accounting", "prv-accountant")
+
+
+def public_facts(trainer: Trainer) -> dict[str, Any]:
+    """The facts of a `DPTrainer`, as plain values."""
+    dataset, base = trainer.train_dataset, getattr(base_model(trainer.model), "config", None)
+    info, adapters = getattr(dataset, "info", None), getattr(trainer.model, "peft_config", None) or {}
+    return {
+        "settings": trainer.dp_config.to_dict() | {"expected_batch_size": trainer.expected_batch_size},
+        "optimizer": str(getattr(trainer.args.optim, "value", trainer.args.optim)),
+        "base_model": getattr(base, "_name_or_path", None) or None,
+        "peft": next((adapter.peft_type.value for adapter in adapters.values()), None),
+        "dataset": {
+            # no fingerprint: a hash of the records is a function of them, and not a private one
+            "name": getattr(info, "dataset_name", None) or getattr(info, "builder_name", None),
+            "num_records": None if dataset is None else len(dataset),
+        },
+        "evaluation": {
+            "covered": False,
+            "used": trainer.eval_dataset is not None,
+            "chooses_model": chooses_model(trainer),
+        },
+        "versions": {"hf_private": __version__, **{name: version(name) for name in LIBRARIES}},
+    }
+
+
+def chooses_model(trainer: Trainer) -> bool:
+    """Whether metrics on the evaluation data decide which weights come out."""
+    args = trainer.args
+    stops = any(isinstance(callback, EarlyStoppingCallback) for callback in trainer.callback_handler.callbacks)
+    by_rate = args.lr_scheduler_type == "reduce_lr_on_plateau"
+    return bool(args.load_best_model_at_end or args.save_strategy == "best" or stops or by_rate)

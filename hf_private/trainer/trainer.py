@@ -1,0 +1,427 @@
+"""DPTrainer: Trainer with a private step. Loop, scheduler, callbacks, checkpoints and evaluation are Trainer's own.
+
+How it fits: one item of the training DataLoader is one whole Poisson batch, and `training_step` runs the mechanism on
+it, so that each turn of Trainer's loop is one private step. Nothing un-noised leaves `training_step`.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import TrainOutput
+from transformers.utils import logging
+
+from hf_private.accounting.budget import EpsilonReport
+from hf_private.config import DPConfig
+from hf_private.distributed.fsdp import together
+from hf_private.distributed.ranks import Ranks
+from hf_private.gradients.bookkeeper import trainable
+from hf_private.gradients.method import Method
+from hf_private.gradients.selfcheck import LENGTH, self_check
+from hf_private.mechanism.clipping import Clipping
+from hf_private.mechanism.noise import NoiseSource, reseed_global
+from hf_private.mechanism.sampling import PoissonLoader, PoissonSampler
+from hf_private.mechanism.step import Mechanism
+from hf_private.methods.gep.method import Anchors
+from hf_private.methods.gep.public_data import AnchorBooks, AnchorData, checked_anchors
+from hf_private.methods.registry import resolve_method
+from hf_private.randomness import Key
+from hf_private.spending.spending import LEDGER, Spending
+from hf_private.tasks.heads import base_model
+from hf_private.tasks.losses import LABEL_NAMES, PerSampleLoss
+from hf_private.tasks.micro_batches import LogicalBatch, LogicalCollator
+from hf_private.tasks.synthetic import synthetic_batch
+
+from .callbacks import PrivacyCallback
+from .continuing import ContinuingTrainer
+from .facts import public_facts
+from .guards import (
+    check_evaluation,
+    check_gradients,
+    check_optimizer,
+    check_order,
+    check_parameters,
+    check_ranks,
+    check_size,
+)
+from .publishing import own_arguments
+from .refusals import refusals
+from .resume import check_checkpoint, check_layout, last_checkpoint
+
+logger = logging.get_logger(__name__)
+
+NONPRIVATE_METRICS = ("loss", "train_loss", "grad_norm", "num_input_tokens_seen")
+
+
+class Keys(NamedTuple):
+    """The secrets of one `train()`: never saved, and drawn anew by the next."""
+
+    sampling: Key | bytes
+    noise: Key | bytes
+
+
+class DPTrainer(ContinuingTrainer):
+    """Trainer whose model can be published: it fine-tunes with differential privacy, as `dp_config` says.
+
+    Takes all that `Trainer` takes, and:
+
+    Args:
+        dp_config: Privacy settings, see `DPConfig`.
+        per_sample_loss: fn(outputs, labels) -> (B,), a loss for each record, in place of the one that fits the
+            model's head; `labels` is a dict if there are several. It replaces `compute_loss`.
+        anchor_dataset: Public records that span the subspace of `DPConfig.anchors`.
+        continues: Folder or Hub repository whose privacy.json this run continues, beside that of the base model: for
+            an adapter from `PeftModel.from_pretrained`, which does not keep where it came from, also if that was this
+            output folder.
+
+    `gradient_accumulation_steps` and `per_device_train_batch_size` change speed and memory only, once
+    `DPConfig.expected_batch_size` is set. Epochs are counted in steps of that size: an epoch is ceil(n / B) steps.
+
+    >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+    >>> model = BertForSequenceClassification(
+    ...     BertConfig(hidden_size=8, num_attention_heads=1, num_hidden_layers=1, intermediate_size=8, vocab_size=50)
+    ... )
+    >>> records = [{"input_ids": [7, 8, 9, 10 + i], "labels": i % 2} for i in range(40)]
+    >>> folder = getfixture("tmp_path")
+    >>> args = TrainingArguments(folder, max_steps=2, report_to=[], disable_tqdm=True, logging_strategy="no")
+    >>> trainer = DPTrainer(model, args, dp_config=DPConfig(noise_multiplier=1.0), train_dataset=records)
+    >>> output = trainer.train()
+    {'train_runtime': ...}
+    >>> output.global_step
+    2
+    >>> trainer.privacy_spent().epsilon < 5
+    True
+    """
+
+    # Tests set 32 bytes here to repeat a run. Whoever knows them can undo the noise: the run is then NOT PRIVATE.
+    _test_key: bytes | None = None
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        *rest: Any,
+        dp_config: DPConfig | None = None,
+        per_sample_loss: Callable[[Any, Any], Tensor] | None = None,
+        anchor_dataset: Any = None,
+        continues: str | Path | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not isinstance(dp_config, DPConfig):
+            raise ValueError(
+                f"`dp_config` must be a DPConfig, got {dp_config!r}. For instance DPConfig(target_epsilon=8.0)."
+            )
+        args = TrainingArguments("tmp_trainer") if args is None else args
+        self.dp_config, self.per_sample_loss, self.anchor_dataset = dp_config, per_sample_loss, anchor_dataset
+        self.continues = continues
+        self._given_batch_size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        self.expected_batch_size = dp_config.expected_batch_size or self._given_batch_size
+        self.spending = Spending(
+            args.output_dir,
+            dp_config.target_delta,
+            target_epsilon=dp_config.target_epsilon,
+            accountant=dp_config.accountant,
+            records_per_unit=dp_config.records_per_unit,
+            writes=args.process_index == 0,
+        )
+        self.ranks = Ranks()
+        self._keys: Keys | None = None
+        self._mechanism: Mechanism | None = None
+        super().__init__(model, own_arguments(args), *rest, **kwargs)
+        self.dp_config = self._with_checked_anchors(dp_config)
+        self.privacy_callback = PrivacyCallback(self.spending)
+        self.callback_handler.callbacks.insert(0, self.privacy_callback)  # before the reporters, who then see epsilon
+
+    def _validate_args(self) -> None:
+        self._check_settings()
+        super()._validate_args()
+        if self.train_dataset is not None:
+            check_size(self.expected_batch_size, self.dp_config.target_delta, len(self.train_dataset))
+
+    def _check_settings(self) -> None:
+        """Refuse what would void the guarantee; again at each `train()`, for all of it can be set later, too."""
+        problems = refusals(
+            self.args,
+            train_dataset=self.train_dataset,
+            data_collator=self.data_collator,
+            compute_loss_func=self.compute_loss_func,
+            custom_compute_loss=type(self).compute_loss is not Trainer.compute_loss,
+        )
+        if found := list(problems):
+            raise ValueError("\n".join(found))
+        self._check_evaluation(self.eval_dataset)
+
+    def _check_evaluation(self, *evaluation: Any) -> None:
+        for dataset in evaluation if self.dp_config.is_private and not self.dp_config.log_nonprivate else ():
+            check_evaluation(dataset, self.train_dataset)
+
+    # ---- one run
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+    ) -> TrainOutput:
+        """Train privately; what the output folder's ledger has charged before counts too. See `Trainer.train`."""
+        if trial is not None:
+            self.hyperparameter_search()
+        self._check_settings()
+        config = DPConfig.from_dict(self.dp_config.to_dict())  # its checks, for what was set since
+        self.dp_config = self._with_checked_anchors(config)
+        self.spending.aim(config.target_epsilon, config.target_delta, config.accountant, config.records_per_unit)
+        check_ranks(self.ranks, self.args)
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = self.ranks.first(last_checkpoint, self.args.output_dir)
+        try:
+            with ExitStack() as held:
+                if resume_from_checkpoint:
+                    self.ranks.first(check_checkpoint, resume_from_checkpoint, self.args.output_dir)
+                self.ranks.agree(held.enter_context, self.spending.open(resume_from_checkpoint or None))
+                held.enter_context(self._remembering())
+                self.ranks.agree(check_layout, resume_from_checkpoint, self)
+                self.expected_batch_size = self.ranks.first(self._resolve_batch_size, bool(resume_from_checkpoint))
+                self.ranks.same(dp_config=self.dp_config.to_dict())
+                check_order(self.ranks, self.train_dataset)
+                self._keys = self._draw_keys()
+                reseed_global()
+                output = super().train(resume_from_checkpoint, None, ignore_keys_for_eval)
+                self.ranks.check_weights(trainable(self.accelerator.unwrap_model(self.model)))
+        finally:
+            self._keys = self._mechanism = None
+            self.is_in_train = False
+        return output if self.dp_config.log_nonprivate else output._replace(training_loss=math.nan)
+
+    def _resolve_batch_size(self, resumes: bool) -> int:
+        """The expected batch size: what was recorded if a run is resumed, on however many devices."""
+        asked = self.dp_config.expected_batch_size
+        recorded = self.spending.last_run.get("expected_batch_size") if resumes else None
+        if asked and recorded and asked != recorded:
+            raise ValueError(
+                f"`expected_batch_size` must stay {recorded} when a run is resumed, got {asked}. For a new phase with"
+                " other settings call train() without `resume_from_checkpoint`."
+            )
+        return recorded or asked or self._given_batch_size
+
+    def _draw_keys(self) -> Keys:
+        """Fresh secrets for sampling and for noise."""
+        if self._test_key is not None:
+            return Keys(self._test_key, self._test_key)
+        return Keys(self.ranks.key(), self.ranks.key())
+
+    def get_train_dataloader(self) -> PoissonLoader:
+        """Loader whose items are whole Poisson batches, split into micro-batches."""
+        if self.train_dataset is None:
+            raise ValueError("`train_dataset` must be given to train, got None.")
+        dataset, collator, args = self.train_dataset, self.data_collator, self.args
+        if isinstance(dataset, datasets.Dataset):
+            dataset = self._remove_unused_columns(dataset, description="training")
+        else:
+            collator = self._get_collator_with_removed_columns(collator, description="training")
+        sampler = PoissonSampler(
+            len(dataset),
+            self.expected_batch_size,
+            key=self._keys.sampling if self._keys else None,
+            rank=args.process_index,
+            world_size=args.world_size,
+        )
+        return PoissonLoader(
+            dataset,
+            sampler,
+            LogicalCollator(
+                collator,
+                args.per_device_train_batch_size,
+                self.dp_config.micro_batch_tokens,
+                rows_of=(getattr(base_model(self.model), "main_input_name", "input_ids"), *LABEL_NAMES),
+            ),
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+        )
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Trainer's loader, for anything but the training records, whose metrics would be published without noise."""
+        self._check_evaluation(eval_dataset, self.eval_dataset)
+        return super().get_eval_dataloader(eval_dataset)
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """The expected batch size, for Trainer's banner and speed."""
+        return self.expected_batch_size
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        if self._mechanism is not None:
+            raise RuntimeError("A run must not begin anew within one `train()`: its noise and its draws would repeat.")
+        # freezes what the method does not train, so it comes before the optimizer
+        method = self.create_method()
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if steps := max(max_steps - self.state.global_step, 0):
+            self._attach(method, train_dataloader.batch_sampler.sample_rate, steps)
+            folder, resumes = Path(self.args.output_dir, LEDGER).parent, resume_from_checkpoint is not None
+            method.begin_run(folder, resumes=resumes, writes=self.spending.writes)
+        return prepared
+
+    def create_method(self) -> Method:
+        """The gradient method that `dp_config` asks for. Override it to train with one of your own."""
+        config, seed = self.dp_config, self.args.seed
+        method = resolve_method(config.method_config, self.model, clipping=config.clipping, seed=seed)
+        if isinstance(method, Anchors):
+            method.books = self._anchor_books()
+        return method
+
+    def _with_checked_anchors(self, config: DPConfig) -> DPConfig:
+        """The settings with the name and fingerprint of `anchor_dataset` in them."""
+        anchors = checked_anchors(config.anchors, self.anchor_dataset, self.train_dataset)
+        return replace(config, anchors=anchors)
+
+    def _anchor_books(self) -> AnchorBooks:
+        """GEP's public records, in micro-batches as the private ones have."""
+        config, args, dataset, collator = self.dp_config, self.args, self.anchor_dataset, self.data_collator
+        if isinstance(dataset, datasets.Dataset):
+            dataset = self._remove_unused_columns(dataset, description="anchor")
+        else:
+            collator = self._get_collator_with_removed_columns(collator, description="anchor")
+        data = AnchorData(
+            dataset,
+            collator,
+            self.model,
+            num_anchors=config.anchors.num_anchors,
+            max_rows=args.per_device_train_batch_size,
+            max_tokens=config.micro_batch_tokens,
+            seed=args.seed,
+        )
+        loss = PerSampleLoss(self.model, self.per_sample_loss, args.label_smoothing_factor)
+        return AnchorBooks(self.model, loss, lambda step: map(self._prepare_inputs, data(step)), args.seed)
+
+    def _attach(self, method: Method, sample_rate: float, steps: int) -> None:
+        """Check the model, fix the noise and the number of steps that may be taken, and build the mechanism."""
+        config, model = self.dp_config, self.accelerator.unwrap_model(self.model_wrapped)
+        loss = PerSampleLoss(model, self.per_sample_loss, self.args.label_smoothing_factor)
+        check_optimizer(self.optimizer, model)
+        meet = self.args.per_device_train_batch_size > 1
+        dtype = torch.bfloat16 if self.args.mixed_precision == "bf16" else None  # maybe by the launcher
+        report = together(self.ranks, model, self_check, model, loss, self.public_batch, meet, dtype)
+        logger.info(report)
+        noise = NoiseSource(config.noise, self._keys.noise)
+        noise_multiplier = self.ranks.first(self._plan, method, sample_rate, steps)
+        if not self.spending.writes:  # it counts along
+            self.spending.plan(sample_rate, steps, method.releases, noise_multiplier)
+        self.ranks.agree(
+            self.spending.begin,
+            {
+                **config.to_dict(),
+                "noise_multiplier": noise_multiplier,
+                "expected_batch_size": self.expected_batch_size,
+                "num_records": len(self.train_dataset),
+                "sample_rate": sample_rate,
+                "planned_steps": steps,
+                "method": type(method).__name__,
+                "reproducible": noise.reproducible,
+                "ranks": self.ranks.world_size,
+            },
+        )
+        self._mechanism = Mechanism(
+            model,
+            loss,
+            method=method,
+            clipping=Clipping(config.clipping, config.clip_norm),
+            noise=noise,
+            noise_multiplier=noise_multiplier,
+            sample_rate=sample_rate,
+            expected_batch_size=self.expected_batch_size,
+            charge=self.spending.charge,
+            ranks=self.ranks,
+            dummy=lambda: self._prepare_inputs(self.public_batch(1, LENGTH)),
+            log_nonprivate=config.log_nonprivate,
+        )
+        self._mechanism.steps = self.state.global_step  # with a test key, a resumed run repeats the noise of its steps
+        self._gradients_checked = False
+
+    def _plan(self, method: Method, sample_rate: float, steps: int) -> float:
+        """The noise multiplier that the ledger and the budget ask for, what the base model has cost included."""
+        self._inherit()
+        return self.spending.plan(sample_rate, steps, method.releases, self.dp_config.noise_multiplier)
+
+    def public_batch(
+        self, batch_size: int, length: int, generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
+        """A made-up batch for the self-check at the start of `train()`: inputs and labels of records of up to `length`
+        tokens, no two alike. Override it for a model or a `per_sample_loss` that needs other inputs."""
+        return synthetic_batch(self.accelerator.unwrap_model(self.model), batch_size, length, generator)
+
+    # ---- one step
+
+    def training_step(
+        self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """One private step on one Poisson batch. Returns 0, or the loss if `log_nonprivate`."""
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        if self._mechanism is None:  # a complete run was resumed, and Trainer counts one step more before it looks
+            self.state.global_step -= 1
+            return torch.zeros((), device=self.args.device)
+        check_parameters(self._mechanism.model, self._mechanism.parameters)
+        self._mechanism.step(self._prepare_inputs(batch) for batch in inputs.micro_batches)
+        self._mark_changed(self._mechanism.model)
+        if not self._gradients_checked and inputs.size:
+            check_gradients(self._mechanism.model, self.dp_config.is_private)
+            self._gradients_checked = True
+        seen = self._mechanism.nonprivate  # None unless `log_nonprivate`
+        return torch.tensor(seen["loss_sum"] / max(seen["batch_size"], 1) if seen else 0.0, device=self.args.device)
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """No second clip: each record was clipped before the noise."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> None:
+        """No norm in the logs."""
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log what may be published; what is not private only if asked for, and by that name."""
+        for name in NONPRIVATE_METRICS:
+            value = logs.pop(name, None)
+            if value is not None and self.dp_config.log_nonprivate:
+                logs[f"nonprivate_{name}"] = value
+        super().log(logs, start_time)
+
+    # ---- what is saved
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.dp_config.carriers is not None and self.args.should_save:
+            self.dp_config.carriers.save_pretrained(output_dir or self.args.output_dir)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if self.args.should_save:
+            self.spending.save_copy(Path(self.args.output_dir, f"checkpoint-{self.state.global_step}"))
+        super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Nothing: a generator's state would let others replay dropout and augmentation."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Nothing: a resumed run draws fresh randomness."""
+
+    # ---- what is reported
+
+    def privacy_spent(self) -> EpsilonReport:
+        """What has been spent on the records so far, in all runs on this output folder."""
+        return self.spending.report()
+
+    def privacy_record(self) -> dict[str, Any]:
+        """All public facts that a card needs, as plain values."""
+        return {**self.spending.record(), **public_facts(self), **self._tuning()}
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: choosing the best of several private runs costs privacy that no single run accounts for."""
+        raise NotImplementedError(
+            "`hyperparameter_search` cannot be combined with privacy: every trial spends, and so does choosing among"
+            " them. Tune on public data, or train each setting in its own output_dir and add them up (`hf-private"
+            " compose`)."
+        )

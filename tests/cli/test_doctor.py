@@ -1,0 +1,254 @@
+"""`hf-private doctor`: it says what the engine would do, and its dry run counts what a real one costs."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    LlamaConfig,
+    ResNetConfig,
+)
+
+from hf_private.cli.doctor import dryrun, models
+from hf_private.cli.doctor.variants import compare
+from hf_private.cli.main import main
+from hf_private.gradients.bookkeeper import trainable
+from hf_private.gradients.coverage import coverage, without
+from hf_private.gradients.method import Full
+from hf_private.mechanism.clipping import Clipping
+from hf_private.mechanism.noise import NoiseSource
+from hf_private.mechanism.step import Mechanism
+from hf_private.methods.carriers.config import CarrierConfig
+from hf_private.methods.registry import resolve_method
+from hf_private.tasks.losses import PerSampleLoss
+from hf_private.tasks.synthetic import synthetic_batch
+
+SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": 60,
+}
+
+
+def saved(folder: Path, config, architecture: str) -> str:
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+def report(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, dict]:
+    code = main(["doctor", *arguments, "--batch", "3", "--length", "9", "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_every_parameter_of_bert_is_covered(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    code, found = report(
+        capsys, saved(tmp_path, BertConfig(**SMALL), "BertForSequenceClassification"), "--carriers", "r=2"
+    )
+    model = BertForSequenceClassification(BertConfig(**SMALL))
+    assert code == 0
+    assert [entry["name"] for entry in found["parameters"]] == [name for name, _ in model.named_parameters()]
+    assert found["numbers"] == {"covered": sum(p.numel() for p in model.parameters()), "frozen": 0, "refused": 0}
+    rules = {entry["name"]: entry["note"] for entry in found["parameters"]}
+    assert rules["bert.embeddings.word_embeddings.weight"] == "Embedding"
+    assert rules["classifier.bias"] == "Linear"
+    assert [*found["methods"]][:3] == ["plain training", "BK", "BK on LoRA r=2"]
+    assert found["methods"]["RGP r=2"]["flops"] < found["methods"]["plain training"]["flops"]
+
+
+def test_a_model_for_short_records_is_examined_at_its_own_length(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    config = BertConfig(**SMALL, max_position_embeddings=20)
+    folder = saved(tmp_path, config, "BertForSequenceClassification")
+    assert main(["doctor", folder, "--carriers", "r=2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["micro_batch"]["length"] == 20
+    with pytest.raises(SystemExit):
+        main(["doctor", folder, "--length", "64"])
+    assert "records of 64 tokens" in capsys.readouterr().err
+
+
+def test_tied_weight_shows_both_rules(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    config = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=60, n_positions=32)
+    _, found = report(capsys, saved(tmp_path, config, "GPT2LMHeadModel"))
+    assert found["parameters"][0]["note"] == "Embedding + Linear"
+
+
+def test_refused_kinds_are_named_and_the_rest_is_examined(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
+    folder = saved(tmp_path, config, "ResNetForImageClassification")
+    code, found = report(capsys, folder)
+    status = {entry["name"]: entry["status"] for entry in found["parameters"]}
+    assert code == 1
+    assert {status[name] for name in status if "normalization" in name} == {"refused"}
+    assert {status[name] for name in status if "normalization" not in name} == {"covered"}
+    assert main(["doctor", folder, "--batch", "3"]) == 1
+    err = capsys.readouterr().err
+    assert "BatchNorm2d" in err
+    assert "GroupNorm" in err, "a refusal comes with its remedy"
+
+
+def test_a_folder_with_an_adapter_is_read(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    base = saved(tmp_path / "base", BertConfig(**SMALL), "BertForSequenceClassification")
+    model = BertForSequenceClassification(BertConfig(**SMALL))
+    model.name_or_path = base
+    get_peft_model(model, LoraConfig(r=2, task_type="SEQ_CLS")).save_pretrained(tmp_path / "adapter")
+    code, found = report(capsys, str(tmp_path / "adapter"))
+    covered = {entry["name"] for entry in found["parameters"] if entry["status"] == "covered"}
+    assert code == 0
+    assert covered
+    assert all("lora_" in name or "classifier" in name for name in covered)
+    assert [*found["methods"]] == ["plain training", "BK"]
+
+
+class Twice(nn.Module):
+    """Two different uses that no rule covers, and a parameter that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.left = nn.Parameter(torch.randn(3, 3))
+        self.right = nn.Parameter(torch.randn(3, 3))
+        self.idle = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x) @ self.left) @ (2 * self.right)
+
+
+def test_all_refusals_are_found_at_once() -> None:
+    model, x = Twice(), torch.randn(4, 3)
+    status = {entry.name: entry.status for entry in coverage(model, lambda: model(x).sum(1))}
+    assert {name for name, was in status.items() if was == "refused"} == {"left", "right", "idle.weight", "idle.bias"}
+    fresh = Twice()
+    assert set(trainable(without(fresh, coverage(model, lambda: model(x).sum(1))))) < set(
+        dict(fresh.named_parameters())
+    )
+
+
+@pytest.mark.parametrize("private", [False, True], ids=["plain", "BK"])
+def test_dry_run_counts_what_a_real_run_costs(private: bool) -> None:
+    costs = []
+    for device in ("meta", "cpu"):
+        with torch.device(device):
+            model = BertForSequenceClassification(BertConfig(**SMALL))
+        batch = models.inputs(model, 3, 9, device, mask=False)
+        method = Full()
+        method.attach(trainable(model))
+
+        def step(model=model, batch=batch, method=method) -> None:
+            if private:
+                dryrun.private_step(model, lambda: models.losses(model, batch), method)
+            else:
+                dryrun.plain_step(model, lambda: models.losses(model, batch))
+
+        costs.append(dryrun.measure(step))
+    assert costs[0].flops == costs[1].flops
+    assert costs[0].peak_bytes == pytest.approx(costs[1].peak_bytes, rel=0.02)
+
+
+LARGE_ENOUGH = {  # so that activations, sums and weights all count
+    "bert": BertConfig(
+        hidden_size=64, num_hidden_layers=3, num_attention_heads=2, intermediate_size=256, vocab_size=300
+    ),
+    "gpt2": GPT2Config(n_embd=64, n_layer=3, n_head=2, vocab_size=300, n_positions=64),
+    "llama": LlamaConfig(
+        hidden_size=64, num_hidden_layers=3, num_attention_heads=2, intermediate_size=160, vocab_size=300
+    ),
+}
+
+
+@pytest.mark.parametrize("family", LARGE_ENOUGH)
+def test_estimates_hold_for_whole_steps_of_the_mechanism(family: str) -> None:
+    """Memory of a logical step within 10 %, and operations of a micro-batch within 2 %, by method."""
+    config = LARGE_ENOUGH[family]
+    factory = AutoModelForSequenceClassification if family == "bert" else AutoModelForCausalLM
+
+    def build(device: str = "cpu") -> nn.Module:
+        with torch.device(device):
+            return factory.from_config(config).eval()
+
+    empty = models.inputs(build("meta"), 4, 48, "meta", mask=False)
+    rows = compare(lambda: build("meta"), lambda model: models.losses(model, empty), {"r": 4, "sparsity": 0.3})
+    assert [row.method for row in rows] == [
+        "plain training",
+        "BK",
+        "BK on LoRA r=4",
+        "RGP r=4",
+        "LSG r=4 sparsity=0.3",
+    ]
+    for row in rows:
+        model = build()
+        carriers = {"RGP": CarrierConfig(r=4), "LSG": CarrierConfig(r=4, sparsity=0.3)}.get(row.method[:3])
+        if "LoRA" in row.method:
+            model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+        batch = synthetic_batch(model, 4, 48)
+        batch["attention_mask"].fill_(1)
+        loss, method = PerSampleLoss(model), resolve_method(carriers, model)
+        private = Mechanism(
+            model, loss, method=method, clipping=Clipping(), noise=NoiseSource(), noise_multiplier=0.0,
+            sample_rate=0.1, expected_batch_size=8, charge=lambda event: None,
+        )  # fmt: skip
+
+        def step(n: int, row=row, model=model, private=private, loss=loss, batch=batch) -> None:
+            if row.method != "plain training":
+                private.step([batch] * n)
+            for _ in range(n if row.method == "plain training" else 0):
+                loss(model, batch).sum().backward()
+
+        costs = []
+        for n in (2, 3):
+            with sdpa_kernel(SDPBackend.MATH):  # what the meta device runs: attention that keeps its probabilities
+                costs.append(dryrun.measure(lambda n=n: step(n)))
+            model.zero_grad()
+        sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
+        beside = row.total_bytes - sum(size for size, _ in sizes) - 2 * sum(size for size, trained in sizes if trained)
+        assert costs[1].flops - costs[0].flops == pytest.approx(row.flops, rel=0.02), row.method
+        assert costs[1].peak_bytes == pytest.approx(beside, rel=0.1), row.method
+
+
+def test_peak_memory_sees_the_peak_and_forgets_what_is_freed() -> None:
+    weight = torch.ones(1000)
+    with dryrun.PeakMemory() as memory:
+        view = weight.view(10, 100)  # nothing new
+        assert memory.live == 0
+        big = torch.ones(5000)
+        del big
+        small = view + 1
+    assert (memory.live, memory.peak) == (4000, 20000)
+    assert small.shape == (10, 100)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["./nowhere"], ["MODEL", "nowhere", "config.json"]),
+        (
+            ["{folder}", "--task", "image-classification"],
+            ["--task", "image-classification", "sequence-classification"],
+        ),
+        (["{folder}", "--carriers", "r=99"], ["--carriers", "99", "at most"]),
+        (["{folder}", "--carriers", "rank=3"], ["--carriers", "rank=3", "r, sparsity"]),
+        (["{folder}", "--carriers", "sparsity=1"], ["--carriers", "sparsity", "'1'", ">= 0 and < 1"]),
+    ],
+)
+def test_wrong_request_is_one_line(
+    arguments: list[str], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = saved(tmp_path, BertConfig(**SMALL), "BertForSequenceClassification")
+    with pytest.raises(SystemExit) as stop:
+        main(["doctor", *(argument.format(folder=folder) for argument in arguments)])
+    err = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert err.count("\n") == 1
+    assert all(word in err for word in words), err

@@ -1,0 +1,135 @@
+"""What the engine refuses by name, and that it leaves the model as it was."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from hf_private.gradients.bookkeeper import BookKeeper
+from hf_private.gradients.layers import UncoveredError
+from tests.support import families as cases
+from tests.support.oracle import assert_exact
+
+
+def test_the_model_is_restored_and_nothing_leaks():
+    model, loss = cases.build("gpt2", torch.float32)
+    before = {name: dict(m.__dict__) for name, m in model.named_modules()}
+    marker = torch.ones_like(model.lm_head.weight)
+    model.lm_head.weight.grad = marker
+    batch = cases.make_batch(model, batch_size=3)
+    counts = {}
+    for step in range(50):
+        with BookKeeper(model) as book:
+            losses = loss(model, batch)
+            book.backward(losses)
+            book.weighted_sum(book.norms())
+        graph = weakref.ref(losses)
+        del losses, book
+        if step in (5, 49):
+            gc.collect()
+            assert graph() is None
+            counts[step] = sum(type(x) is torch.Tensor for x in gc.get_objects())
+    assert counts[49] <= counts[5]
+    assert model.lm_head.weight.grad is marker
+    for name, m in model.named_modules():
+        assert m.__dict__.keys() == before[name].keys()
+        assert not m._forward_pre_hooks and "forward" not in m.__dict__
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_the_model_is_restored_after_an_error():
+    model, loss = cases.build("bert")
+    with pytest.raises(ValueError, match="losses"), BookKeeper(model) as book:
+        book.backward(loss(model, cases.make_batch(model, 3)).mean())
+    assert all("forward" not in m.__dict__ and not m._forward_pre_hooks for m in model.modules())
+
+
+def test_no_parameter_gradient_is_computed_by_autograd():
+    model, loss = cases.build("bert")
+    seen = []
+    with BookKeeper(model) as book:
+        handles = [p.register_hook(seen.append) for p in model.parameters()]  # before, they are refused
+        book.backward(loss(model, cases.make_batch(model, 3)))
+    for handle in handles:
+        handle.remove()
+    assert not seen
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (3, 1)])
+def test_losses_of_the_wrong_shape_are_refused(shape):
+    model, loss = cases.build("bert")
+    with pytest.raises(ValueError, match=r"`losses` must have shape \(3,\)"), BookKeeper(model) as book:
+        book.backward(loss(model, cases.make_batch(model, 3)).sum() * torch.ones(shape))
+
+
+def test_an_empty_batch_is_refused():
+    model, x = nn.Linear(3, 2), torch.zeros(0, 3)
+    with pytest.raises(ValueError, match="at least one record"), BookKeeper(model):
+        model(x)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "vit", "resnet-gn"])
+def test_a_record_with_nan_contributes_nothing_and_the_others_are_unchanged(name):
+    model, loss = cases.build(name)
+    model.eval()
+    batch = cases.make_batch(model, batch_size=3)
+
+    def poisoned(model, batch):
+        return loss(model, batch) * torch.tensor([1.0, float("nan"), 1.0], dtype=torch.float64)
+
+    with BookKeeper(model) as book:
+        book.backward(loss(model, batch))
+        norms, sums = book.norms(), book.weighted_sum(torch.tensor([0.5, 0.0, 2.0]))
+    with BookKeeper(model) as book:
+        book.backward(poisoned(model, batch))
+        assert torch.equal(torch.isfinite(book.norms()), torch.tensor([True, False, True]))
+        torch.testing.assert_close(book.norms()[[0, 2]], norms[[0, 2]])
+        for block, value in book.weighted_sum(torch.tensor([0.5, 0.0, 2.0])).items():
+            torch.testing.assert_close(value, sums[block])
+
+
+class RawMatrix(nn.Module):
+    """A weight used by plain matmul: no rule knows it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.w = nn.Linear(3, 4), nn.Parameter(torch.randn(4, 2))
+
+    def forward(self, x):
+        return self.first(x) @ self.w
+
+
+def test_an_uncovered_use_is_an_error_by_name_and_exact_in_a_batch_of_one():
+    model = RawMatrix().double()
+
+    def loss(model, batch):
+        return model(batch["x"]).square().sum(1)
+
+    with pytest.raises(UncoveredError, match=r"`w`.*Remedy: freeze"), BookKeeper(model) as book:
+        book.backward(loss(model, {"x": torch.randn(3, 3).double()}))
+    assert_exact(model, loss, {"x": torch.randn(1, 3).double()})
+
+
+@pytest.mark.parametrize(
+    ("module", "match"),
+    [
+        (nn.BatchNorm1d(4), "BatchNorm1d mixes the records"),
+        (nn.InstanceNorm1d(4, affine=True, track_running_stats=True), "running statistics"),
+    ],
+)
+def test_modules_that_mix_records_are_refused_with_path_and_remedy(module, match):
+    model = nn.Sequential(nn.Linear(3, 4), module)
+    with pytest.raises(UncoveredError, match=rf"`1`.*{match}.*Remedy"), BookKeeper(model):
+        pass
+
+
+def test_a_computed_weight_is_refused():
+    class Standardised(nn.Linear):
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight - self.weight.mean(), self.bias)
+
+    model = Standardised(3, 2)
+    with pytest.raises(UncoveredError, match="computes a weight"), BookKeeper(model) as book:
+        book.backward(model(torch.randn(4, 3)).sum(1))

@@ -1,0 +1,67 @@
+"""What the recipes do to a model before it is trained: a head on the mean of the tokens, and what stays frozen."""
+
+import re
+
+import pytest
+import torch
+from options import RecipeOptions
+from pooling import read_by_mean
+from training import RecipeTrainer, with_method
+from transformers import AutoModelForSequenceClassification, BertForSequenceClassification, PreTrainedModel
+
+from hf_private import CarrierConfig, DPConfig
+from tests.support import tiny
+
+LOWER = r".*\.(embeddings|layer\.0)\..*"
+
+
+def bert() -> PreTrainedModel:
+    return tiny.bert(num_hidden_layers=3, hidden_size=16).eval()
+
+
+def test_the_head_reads_the_mean_of_the_tokens():
+    model = read_by_mean(bert())
+    ids, mask = torch.randint(5, tiny.VOCABULARY, (6, 9)), torch.ones(6, 9, dtype=torch.long)
+    mask[:3, 5:] = 0
+    with torch.no_grad():
+        output = model.base_model(ids, mask, output_hidden_states=True)
+    below = output.hidden_states[-2]  # what the top layer reads
+    mean = (below * mask.unsqueeze(2)).sum(1) / mask.sum(1, keepdim=True)
+
+    def likeness(to: torch.Tensor) -> float:
+        return torch.cosine_similarity(output.pooler_output, to - to.mean(1, keepdim=True)).min().item()
+
+    assert likeness(mean) > 0.9
+    assert likeness(mean) > likeness(below[:, 0])  # the first token alone, which a BERT's head usually reads
+
+
+def test_a_model_read_by_its_mean_is_a_plain_bert(tmp_path):
+    model = read_by_mean(bert())
+    model.save_pretrained(tmp_path)
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    ids = torch.randint(5, tiny.VOCABULARY, (2, 7))
+    assert type(again) is BertForSequenceClassification
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_other_models_are_not_read_by_their_mean():
+    with pytest.raises(ValueError, match="'first' for GPT2LMHeadModel"):
+        read_by_mean(tiny.gpt2())
+
+
+@pytest.mark.parametrize("method", ["bk", "rgp", "lora"])
+def test_frozen_modules_stay_as_they_are_under_every_method(method, tmp_path):
+    model = with_method(bert(), RecipeOptions(method=method, rank=2, frozen_modules=LOWER), task_type="SEQ_CLS")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    carriers = CarrierConfig(r=2, exclude_modules=LOWER) if method == "rgp" else None
+    config = DPConfig(noise_multiplier=1.0, expected_batch_size=8, accountant="rdp", carriers=carriers)
+    some = {"train_dataset": tiny.text(), "data_collator": tiny.Padding()}
+    RecipeTrainer(model, tiny.arguments(tmp_path, max_steps=2), dp_config=config, **some).train()
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert {int(n) for name in changed for n in re.findall(r"layer\.(\d)", name)} == {1, 2}
+    assert not any("embeddings" in name for name in changed) and any("classifier" in name for name in changed)
+
+
+def test_a_frozen_name_that_is_not_there_is_an_error():
+    with pytest.raises(ValueError, match="matches none"):
+        with_method(bert(), RecipeOptions(frozen_modules="layer.0"))
