@@ -41,7 +41,7 @@ def probability(**values: Any) -> None:
             raise ValueError(f"`{name}` must be between 0 and 1, got {value!r}.")
 
 
-def whole(lower: int, **values: Any) -> None:
+def integer_at_least(lower: int, **values: Any) -> None:
     """Demand whole numbers of at least `lower`."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < lower:

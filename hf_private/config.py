@@ -103,12 +103,12 @@ class DPConfig:
             if math.isinf(self.noise_multiplier):
                 raise ValueError("`noise_multiplier` must be finite, got inf.")
         if self.expected_batch_size is not None:
-            validate.whole(1, expected_batch_size=self.expected_batch_size)
+            validate.integer_at_least(1, expected_batch_size=self.expected_batch_size)
         if self.micro_batch_tokens is not None:
-            validate.whole(1, micro_batch_tokens=self.micro_batch_tokens)
+            validate.integer_at_least(1, micro_batch_tokens=self.micro_batch_tokens)
         validate.probability(target_delta=self.target_delta)
         validate.positive(clip_norm=self.clip_norm)
-        validate.whole(1, records_per_unit=self.records_per_unit)
+        validate.integer_at_least(1, records_per_unit=self.records_per_unit)
         validate.one_of(MODES, clipping=self.clipping)
         validate.one_of(ACCOUNTANTS, accountant=self.accountant)
         validate.one_of(NOISE_KINDS, noise=self.noise)

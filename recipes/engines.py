@@ -104,7 +104,7 @@ def with_method(model: nn.Module, batch: dict, method: Method) -> Step:
 
     def step() -> None:
         book.backward(loss(model, batch))
-        dict(method.clipped_sums(book.take(), clipping))
+        dict(method.clipped_sums(book.pop_entries(), clipping))
 
     return step
 

@@ -29,7 +29,8 @@ from hf_private.mechanism.noise import NoiseSource
 from hf_private.mechanism.sampling import PoissonSampler
 from hf_private.mechanism.step import Mechanism
 from hf_private.methods.gep.config import AnchorConfig
-from hf_private.methods.gep.public_data import AnchorBooks, public_generator
+from hf_private.methods.gep.public_data import AnchorBooks
+from hf_private.methods.subspace import public_generator
 
 RESULTS = Path(__file__).parent / "results" / "gep_features"
 TRAIN, HELD_OUT, BATCH, STEPS, DELTA = 1200, 300, 300, 80, 1e-5
@@ -93,7 +94,9 @@ def make_method(name: str, model: nn.Module, data: dict[str, Tensor], seed: int)
     method = config.build(model, seed=seed)
 
     def batches(step: int) -> list[dict[str, Tensor]]:
-        return [{"x": public, "y": torch.randint(10, (len(public),), generator=public_generator(seed, step))}]
+        return [
+            {"x": public, "y": torch.randint(10, (len(public),), generator=public_generator("anchors", seed, step))}
+        ]
 
     method.books = AnchorBooks(model, losses, batches, seed)
     return method

@@ -20,7 +20,7 @@ KEY = bytes(range(32))
 class Pair(Ranks):
     """Two ranks with the same share, as far as the sum goes."""
 
-    def add_up(self, sums: Mapping[str, torch.Tensor]) -> None:
+    def all_reduce_(self, sums: Mapping[str, torch.Tensor]) -> None:
         for block in sums.values():
             block.mul_(2)
 

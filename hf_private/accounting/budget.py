@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from scipy.optimize import brentq
 
-from hf_private._validate import non_negative, one_of, positive, probability, whole
+from hf_private._validate import integer_at_least, non_negative, one_of, positive, probability
 
 from . import accountants
 from .accountants import ACCOUNTANTS, SECOND_OPINIONS, Bounds, Settings, all_at_once, bounds_by
@@ -141,7 +141,7 @@ def group_epsilon(events: Iterable[Event], delta: float, records_per_unit: int) 
     ('0.34', '0.34')
     """
     _check(delta)
-    whole(1, records_per_unit=records_per_unit)
+    integer_at_least(1, records_per_unit=records_per_unit)
     if records_per_unit == 1:
         return epsilon(events, delta).epsilon
     return _upper("pld", _settings(events), delta, records=records_per_unit)
@@ -180,7 +180,7 @@ def calibrate(
     """
     _check(target_delta, accountant)
     positive(target_epsilon=target_epsilon)
-    whole(1, steps=steps, records_per_unit=records_per_unit)
+    integer_at_least(1, steps=steps, records_per_unit=records_per_unit)
     if target_epsilon == math.inf:
         raise ValueError(
             "`target_epsilon` must be finite, got inf. Set `noise_multiplier=0` to train without privacy."
@@ -239,8 +239,8 @@ def steps_within(
     """
     _check(delta, accountant)
     positive(target_epsilon=target_epsilon)
-    whole(0, at_most=at_most)
-    whole(1, records_per_unit=records_per_unit)
+    integer_at_least(0, at_most=at_most)
+    integer_at_least(1, records_per_unit=records_per_unit)
     if target_epsilon == math.inf:
         return at_most
     spent = tuple(spent)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_private._validate import non_negative, positive, whole
+from hf_private._validate import integer_at_least, non_negative, positive
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Event:
         if not isinstance(self.sampling, str):
             raise ValueError(f"`sampling` must be a string, got {self.sampling!r}.")
         steps = int(self.steps) if isinstance(self.steps, np.integer) else self.steps
-        whole(0, steps=steps)
+        integer_at_least(0, steps=steps)
         # plain Python numbers: JSON and the accountants need them
         for name, value in (
             ("sample_rate", float(self.sample_rate)),

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hf_private._validate import whole
+from hf_private._validate import integer_at_least
 from hf_private.config import DPConfig
 from hf_private.gradients.bookkeeper import BookKeeper
 from hf_private.tasks.losses import LABEL_NAMES, PerSampleLoss
@@ -47,7 +47,7 @@ class Canaries(nn.Module):
 
     def __init__(self, count: int, clip_norm: float) -> None:
         super().__init__()
-        whole(10, count=count)
+        integer_at_least(10, count=count)
         self.axes = nn.Embedding(count + 1, 1)
         nn.init.zeros_(self.axes.weight)
         self.strength = STRENGTH * clip_norm

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 from scipy import stats
 
-from hf_private._validate import probability, whole
+from hf_private._validate import integer_at_least, probability
 
 CONFIDENCE = 0.95
 HIGHEST = 50.0  # no audit of finite size certifies an epsilon above this
@@ -50,8 +50,8 @@ def one_run_epsilon(canaries: int, guesses: int, correct: int, delta: float, con
     >>> round(one_run_epsilon(canaries=1000, guesses=100, correct=95, delta=1e-5), 4)
     2.1652
     """
-    whole(1, canaries=canaries, guesses=guesses)
-    whole(0, correct=correct)
+    integer_at_least(1, canaries=canaries, guesses=guesses)
+    integer_at_least(0, correct=correct)
     probability(confidence=confidence)
     if not correct <= guesses <= canaries:
         raise ValueError(f"`correct` <= `guesses` <= `canaries` must hold, got {correct}, {guesses}, {canaries}.")

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial
 
 from hf_private.gradients.bookkeeper import trainable
-from hf_private.gradients.tensors import wide
+from hf_private.gradients.tensors import accumulation_dtype
 
 from .ranks import Ranks
 
@@ -87,7 +87,7 @@ class Shards:
                     yield block, sums[block]
                 continue
             p = self.parameters[block]
-            dtype, device = wide(p), p.device_mesh.device_type
+            dtype, device = accumulation_dtype(p), p.device_mesh.device_type
             total = sums[block].to(dtype) if block in sums else torch.zeros(shape, dtype=dtype, device=device)
             self.ranks.reduced_bytes += total.numel() * total.element_size()
             parts = DTensor.from_local(total, p.device_mesh, [Partial()] * p.device_mesh.ndim, run_check=False)
@@ -114,14 +114,14 @@ class Shards:
         )
 
 
-def together(ranks: Ranks, model: nn.Module, action: Callable[..., T], *args: Any) -> T:
+def run_collectively(ranks: Ranks, model: nn.Module, action: Callable[..., T], *args: Any) -> T:
     """Run the model on all ranks; if that fails on one it is an error on all.
 
     Under FSDP2 every layer is a collective: a rank that fails cannot say so in between. It must end, and with it the
     collective that the others are in.
     """
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    return action(*args) if sharded else ranks.agree(action, *args)
+    return action(*args) if sharded else ranks.run_on_all(action, *args)
 
 
 def _rows(name: str, p: DTensor) -> Rows:

@@ -34,7 +34,7 @@ class Ranks:
     Everything here is collective: all ranks call it, in the same order.
 
     >>> ranks = Ranks()
-    >>> ranks.rank, ranks.world_size, ranks.agree(lambda: "done")
+    >>> ranks.rank, ranks.world_size, ranks.run_on_all(lambda: "done")
     (0, 1, 'done')
     """
 
@@ -64,7 +64,7 @@ class Ranks:
         """A secret key that all ranks share: rank 0 asks its operating system. A rank without it is an error on all:
         it would draw records that others draw too, and noise of its own."""
         key = Key.shared(self._of_first)
-        self.same(key=key.stream("agreement").words(0, 2).tolist())  # these words give nothing away of others
+        self.assert_equal(key=key.stream("agreement").words(0, 2).tolist())  # these words give nothing away of others
         return key
 
     def _of_first(self, own: bytes) -> bytes:
@@ -82,7 +82,7 @@ class Ranks:
         dist.all_reduce(message, dist.ReduceOp.MAX)
         return bool(message)
 
-    def agree(self, action: Callable[..., T], *args: Any) -> T:
+    def run_on_all(self, action: Callable[..., T], *args: Any) -> T:
         """Do something on every rank. If it fails on one it is an error on all, and nothing that follows happens."""
         if self.world_size == 1:
             return action(*args)
@@ -100,15 +100,15 @@ class Ranks:
             raise RankError(f"Rank {rank} failed, so this one (rank {self.rank}) stops too. {message}")
         return result
 
-    def first(self, action: Callable[..., T], *args: Any) -> T:
+    def run_on_first(self, action: Callable[..., T], *args: Any) -> T:
         """Let rank 0 do something, such as reading the ledger, and give its result to all."""
         if self.world_size == 1:
             return action(*args)
-        box = [self.agree(action, *args) if self.rank == 0 else self.agree(lambda: None)]
+        box = [self.run_on_all(action, *args) if self.rank == 0 else self.run_on_all(lambda: None)]
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def same(self, **values: Any) -> None:
+    def assert_equal(self, **values: Any) -> None:
         """Refuse values that are not the same on all ranks."""
         if self.world_size == 1:
             return
@@ -124,7 +124,7 @@ class Ranks:
 
     # ---- the sum over ranks
 
-    def add_up(self, sums: Mapping[str, Tensor]) -> None:
+    def all_reduce_(self, sums: Mapping[str, Tensor]) -> None:
         """Add the blocks of all ranks, in place; the same blocks in the same order on every rank."""
         if self.world_size == 1:
             return
@@ -152,7 +152,7 @@ class Ranks:
     def check_weights(self, parameters: Mapping[str, Tensor]) -> None:
         """Raise if a weight, or a shard of it, is not the same on all ranks that hold it, to the last bit."""
         if self.world_size > 1:
-            self.agree(self._compare, parameters)
+            self.run_on_all(self._compare, parameters)
 
     def _compare(self, parameters: Mapping[str, Tensor]) -> None:
         together: dict[Any, list[str]] = {}  # names by the group of ranks that hold the same

@@ -34,7 +34,7 @@ class BookKeeper:
 
     def __init__(self, model: nn.Module, method: Method | None = None) -> None:
         self.model, self.method = model, method or Full()
-        self.anchor = torch.zeros((), requires_grad=True)
+        self.graph_root = torch.zeros((), requires_grad=True)
         self._batch_size: int | None = None
         self._records: dict[str, PerSample] = {}
         self.expanded: set[str] = set()
@@ -157,7 +157,7 @@ class BookKeeper:
         """The book: per-sample gradients by block (by parameter name, unless a method changes that)."""
         return self._records
 
-    def take(self) -> dict[str, PerSample]:
+    def pop_entries(self) -> dict[str, PerSample]:
         """Hand the page over and turn to an empty one, for a batch of any size: what the reader is done with is freed
         at once, and one open book serves all micro-batches of a step (opening it takes milliseconds)."""
         records, self._records, self._batch_size = self._records, {}, None

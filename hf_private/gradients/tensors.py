@@ -39,7 +39,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
             place.fp32_precision = precision
 
 
-def wide(p: Tensor) -> torch.dtype:
+def accumulation_dtype(p: Tensor) -> torch.dtype:
     """The type in which sums are made: float32, or float64 where the weights are."""
     return torch.float64 if p.dtype == torch.float64 else torch.float32
 

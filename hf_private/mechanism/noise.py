@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from hf_private._validate import one_of, whole
+from hf_private._validate import integer_at_least, one_of
 from hf_private.randomness import Key, Keystream, refuse_to_copy, reseed_global
 
 __all__ = ["NOISE_KINDS", "NoiseSource", "reseed_global"]
@@ -74,7 +74,7 @@ class NoiseSource:
         """
         offsets = offsets or {}
         _check(sums, stds, offsets)
-        whole(0, step=step)
+        integer_at_least(0, step=step)
         if step <= self._last_step:
             raise ValueError(
                 f"`step` must be greater than {self._last_step}, got {step}: the noise of a step is used once, "
@@ -112,7 +112,7 @@ def _check(sums: dict[str, Tensor], stds: dict[str, float], offsets: dict[str, i
             )
         if isinstance(stds[name], bool) or not math.isfinite(stds[name]) or stds[name] < 0:
             raise ValueError(f"`stds[{name!r}]` must be finite and >= 0, got {stds[name]!r}.")
-        whole(0, **{f"offsets[{name!r}]": offsets.get(name, 0)})
+        integer_at_least(0, **{f"offsets[{name!r}]": offsets.get(name, 0)})
 
 
 def _pieces(total: Tensor, start: int) -> Iterator[tuple[int, Tensor]]:

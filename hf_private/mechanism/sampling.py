@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from hf_private._validate import whole
+from hf_private._validate import integer_at_least
 from hf_private.randomness import Key, reseed_global
 
 
@@ -47,8 +47,8 @@ class PoissonSampler(Sampler[list[int]]):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        whole(1, num_records=num_records, expected_batch_size=expected_batch_size, world_size=world_size)
-        whole(0, rank=rank)
+        integer_at_least(1, num_records=num_records, expected_batch_size=expected_batch_size, world_size=world_size)
+        integer_at_least(0, rank=rank)
         if expected_batch_size > num_records:
             raise ValueError(
                 f"`expected_batch_size` must be at most `num_records` ({num_records}), got {expected_batch_size}. "
@@ -58,7 +58,7 @@ class PoissonSampler(Sampler[list[int]]):
             raise ValueError(f"`rank` must be below `world_size` ({world_size}), got {rank}.")
         if steps_per_epoch is None:
             steps_per_epoch = -(-num_records // expected_batch_size)
-        whole(1, steps_per_epoch=steps_per_epoch)
+        integer_at_least(1, steps_per_epoch=steps_per_epoch)
         self.num_records = num_records
         self.expected_batch_size = expected_batch_size
         self.sample_rate = expected_batch_size / num_records
@@ -83,7 +83,7 @@ class PoissonSampler(Sampler[list[int]]):
         From one drawn record to the next is a geometric gap, P(gap > k) = (1 - q)^k. Drawing gaps is the same as
         tossing n coins, at a cost of O(q n). Uniforms have 53 bits: q is met to about 1e-16.
         """
-        whole(0, counter=counter)
+        integer_at_least(0, counter=counter)
         n, q = self.num_records, self.sample_rate
         if q == 1:
             return np.arange(n)
@@ -101,7 +101,7 @@ class PoissonSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be number `epoch`, that is, counters `epoch * len` and up."""
-        whole(0, epoch=epoch)
+        integer_at_least(0, epoch=epoch)
         if epoch < self._first_unused_epoch:
             raise ValueError(
                 f"`epoch` must be at least {self._first_unused_epoch}, got {epoch}: its batches have been drawn, "

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_private.accounting.events import Event
-from hf_private.distributed.fsdp import Shards, together
+from hf_private.distributed.fsdp import Shards, run_collectively
 from hf_private.distributed.ranks import Ranks
 from hf_private.gradients.bookkeeper import BookKeeper
 from hf_private.gradients.method import Full, Method
-from hf_private.gradients.tensors import full_precision, wide
+from hf_private.gradients.tensors import accumulation_dtype, full_precision
 
 from .clipping import Clipping
 from .noise import NoiseSource, reseed_global
@@ -80,13 +80,13 @@ class Mechanism:
 
     def step(self, micro_batches: Iterable[Batch]) -> None:
         """Run one logical step on this rank's share of a Poisson draw, and leave the private gradient in `.grad`."""
-        self.ranks.agree(self.charge, self.event)
+        self.ranks.run_on_all(self.charge, self.event)
         self.ranks.begin_step(self.parameters)
         if not self.noise.reproducible:
             reseed_global()  # a dropout mask that can be replayed is a side channel
         with full_precision(next(iter(self.parameters.values())).device):
-            sums = together(self.ranks, self.model, self._clipped_sums, micro_batches)
-        self.ranks.add_up({block: sums[block] for block in sums if block not in self.shards.rows})
+            sums = run_collectively(self.ranks, self.model, self._clipped_sums, micro_batches)
+        self.ranks.all_reduce_({block: sums[block] for block in sums if block not in self.shards.rows})
         stds = self.method.stds(self.noise_multiplier, self.clipping.clip_norm)
         self.noise.add_(self.steps, sums, stds, {b: x for b, x in self.shards.offsets().items() if b in sums})
         for block in sums.values():
@@ -110,9 +110,9 @@ class Mechanism:
                 onto = None if self.shards.sharded else sums
                 found: Mapping[str, Tensor] = {}
                 if counts:
-                    found = self.method.clipped_sums(book.take(), self.clipping, onto)
+                    found = self.method.clipped_sums(book.pop_entries(), self.clipping, onto)
                 else:  # a dummy's gradients are thrown away
-                    book.take()
+                    book.pop_entries()
                 for block, value in self.shards.scattered(found, self.method.blocks):
                     if block not in sums:
                         sums[block] = value
@@ -121,7 +121,9 @@ class Mechanism:
         some = next(iter(self.parameters.values()))
         for block, shape in self.method.blocks.items():
             if block not in sums:
-                sums[block] = torch.zeros(self.shards.shape(block, shape), dtype=wide(some), device=some.device)
+                sums[block] = torch.zeros(
+                    self.shards.shape(block, shape), dtype=accumulation_dtype(some), device=some.device
+                )
         return {block: sums[block] for block in self.method.blocks}  # the same order on every rank
 
     def _note_nonprivate(self, losses: Tensor, book: BookKeeper) -> None:

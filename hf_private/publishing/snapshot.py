@@ -35,7 +35,7 @@ class Snapshot:
         return path if path and path.is_file() else None
 
 
-def take(path_or_repo: str, revision: str | None = None) -> Snapshot:
+def load_snapshot(path_or_repo: str, revision: str | None = None) -> Snapshot:
     """Read a local folder, or else a repository. Of weights on the Hub only hashes are fetched, where it has them."""
     texts = (RECORD, CARD, CURVE_FILE)
     if Path(path_or_repo).is_dir():

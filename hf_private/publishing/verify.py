@@ -23,7 +23,7 @@ from .card import CARD, TAGS, render_caution, render_curve, render_section, spli
 from .curve import CURVE_FILE
 from .release import reason_to_stay, scan
 from .schema import violations
-from .snapshot import Snapshot, take
+from .snapshot import Snapshot, load_snapshot
 
 SCOPE = "This shows that the claim follows from the record, not that the record is what ran."
 TOLERANCE = 1e-3  # of an accountant's number, between machines
@@ -99,7 +99,7 @@ def read(path_or_repo: str, revision: str | None = None) -> tuple[dict[str, Any]
 
 def _read(path_or_repo: str, revision: str | None) -> tuple[Snapshot | None, Any, tuple[Finding, ...]]:
     try:
-        snapshot = take(path_or_repo, revision)
+        snapshot = load_snapshot(path_or_repo, revision)
     except (OSError, ValueError, HTTPError) as error:
         reason = str(error).strip().split("\n")[0]
         return None, None, (Finding("record", UNKNOWN, f"`{path_or_repo}` cannot be read: {reason}"),)

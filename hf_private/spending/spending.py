@@ -54,7 +54,7 @@ class Spending(Heir):
         writes: bool = True,
     ) -> None:
         self.folder, self.writes = Path(folder), writes
-        self.aim(target_epsilon, target_delta, accountant, records_per_unit)
+        self.set_budget(target_epsilon, target_delta, accountant, records_per_unit)
         self.steps_left: int | None = None
         self._bound = math.inf  # what all steps of the run that is open were found to cost at most
         self._ledger: PrivacyLedger | None = None
@@ -63,7 +63,9 @@ class Spending(Heir):
         self._permitted: Event | None = None
         self._phase = 0
 
-    def aim(self, target_epsilon: float | None, target_delta: float, accountant: str, records_per_unit: int) -> None:
+    def set_budget(
+        self, target_epsilon: float | None, target_delta: float, accountant: str, records_per_unit: int
+    ) -> None:
         """Set the budget, and how it is measured, for the runs to come."""
         self.target_epsilon, self.target_delta = target_epsilon, target_delta
         self.accountant, self.records_per_unit = accountant, records_per_unit
@@ -184,7 +186,7 @@ class Spending(Heir):
         )
         return noise_multiplier
 
-    def begin(self, settings: dict[str, Any]) -> None:
+    def record_run(self, settings: dict[str, Any]) -> None:
         """Record the settings of the run that `plan` has fixed."""
         if self.writes:
             self._ledger.record("run", {**settings, **self.noted})

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_private._validate import whole
+from hf_private._validate import integer_at_least
 from hf_private.randomness import reseed_global
 
 from .losses import LABEL_NAMES
@@ -60,9 +60,9 @@ class LogicalCollator:
         max_tokens: int | None = None,
         rows_of: Sequence[str] = (),
     ) -> None:
-        whole(1, max_rows=max_rows)
+        integer_at_least(1, max_rows=max_rows)
         if max_tokens is not None:
-            whole(1, max_tokens=max_tokens)
+            integer_at_least(1, max_tokens=max_tokens)
         self.collator = collator
         self.max_rows = max_rows
         self.max_tokens = max_tokens

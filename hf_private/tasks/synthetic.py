@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from hf_private._validate import whole
+from hf_private._validate import integer_at_least
 
 from .heads import IGNORE_INDEX, Head, base_model, head_of
 from .losses import SINGLE_LABEL, problem_type, takes
@@ -33,7 +33,7 @@ def synthetic_batch(
         >>> sorted(batch), batch["labels"].shape
         (['attention_mask', 'input_ids', 'labels', 'token_type_ids'], torch.Size([2, 5]))
     """
-    whole(1, batch_size=batch_size, length=length)
+    integer_at_least(1, batch_size=batch_size, length=length)
     generator = generator or torch.Generator().manual_seed(0)
     length = min(length, _positions(model))
     lengths = torch.randint(min(2, length), length + 1, (batch_size,), generator=generator)

@@ -70,7 +70,7 @@ class ContinuingTrainer(PublishingTrainer):
         """
         # a run, and what it leaves, is never stopped here: its ledger has taken over all there was
         if not self._in_run and not all_in(self.spending, self.model):
-            self.ranks.first(self._check_past)
+            self.ranks.run_on_first(self._check_past)
         super().save_model(output_dir, _internal_call)
 
     def _check_past(self) -> None:

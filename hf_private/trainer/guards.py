@@ -30,7 +30,7 @@ def check_ranks(ranks: Ranks, args: TrainingArguments) -> None:
             f" {ranks.world_size} there: a record would be taken by several ranks. Start the script with torchrun or"
             " `accelerate launch`, which tell both."
         )
-    ranks.same(**{name: getattr(args, name) for name in SHARED})
+    ranks.assert_equal(**{name: getattr(args, name) for name in SHARED})
 
 
 def check_size(expected_batch_size: int, target_delta: float, num_records: int) -> None:
@@ -123,7 +123,7 @@ def check_order(ranks: Ranks, dataset: Any) -> None:
     if ranks.world_size == 1:
         return
     order = order_of(dataset)
-    ranks.same(train_dataset=order)
+    ranks.assert_equal(train_dataset=order)
     if order is not None and order[1] is None:
         raise ValueError(
             f"`train_dataset` ({type(dataset).__name__}) must give equal records for equal seeds, got others each"

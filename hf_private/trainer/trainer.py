@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from hf_private.accounting.budget import EpsilonReport
 from hf_private.config import DPConfig
-from hf_private.distributed.fsdp import together
+from hf_private.distributed.fsdp import run_collectively
 from hf_private.distributed.ranks import Ranks
 from hf_private.gradients.bookkeeper import trainable
 from hf_private.gradients.method import Method
@@ -108,7 +108,11 @@ class DPTrainer(ContinuingTrainer):
         self,
         model: nn.Module | None = None,
         args: TrainingArguments | None = None,
-        *rest: Any,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        *,
         dp_config: DPConfig | None = None,
         per_sample_loss: Callable[[Any, Any], Tensor] | None = None,
         anchor_dataset: Any = None,
@@ -135,7 +139,15 @@ class DPTrainer(ContinuingTrainer):
         self.ranks = Ranks()
         self._keys: Keys | None = None
         self._mechanism: Mechanism | None = None
-        super().__init__(model, own_arguments(args), *rest, **kwargs)
+        super().__init__(
+            model=model,
+            args=own_arguments(args),
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            **kwargs,
+        )
         self.dp_config = self._with_checked_anchors(dp_config)
         self.privacy_callback = PrivacyCallback(self.spending)
         self.callback_handler.callbacks.insert(0, self.privacy_callback)  # before the reporters, who then see epsilon
@@ -174,19 +186,23 @@ class DPTrainer(ContinuingTrainer):
         self._check_settings()
         config = DPConfig.from_dict(self.dp_config.to_dict())  # its checks, for what was set since
         self.dp_config = self._with_checked_anchors(config)
-        self.spending.aim(config.target_epsilon, config.target_delta, config.accountant, config.records_per_unit)
+        self.spending.set_budget(
+            config.target_epsilon, config.target_delta, config.accountant, config.records_per_unit
+        )
         check_ranks(self.ranks, self.args)
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = self.ranks.first(last_checkpoint, self.args.output_dir)
+            resume_from_checkpoint = self.ranks.run_on_first(last_checkpoint, self.args.output_dir)
         try:
             with ExitStack() as held:
                 if resume_from_checkpoint:
-                    self.ranks.first(check_checkpoint, resume_from_checkpoint, self.args.output_dir)
-                self.ranks.agree(held.enter_context, self.spending.open(resume_from_checkpoint or None))
+                    self.ranks.run_on_first(check_checkpoint, resume_from_checkpoint, self.args.output_dir)
+                self.ranks.run_on_all(held.enter_context, self.spending.open(resume_from_checkpoint or None))
                 held.enter_context(self._remembering())
-                self.ranks.agree(check_layout, resume_from_checkpoint, self)
-                self.expected_batch_size = self.ranks.first(self._resolve_batch_size, bool(resume_from_checkpoint))
-                self.ranks.same(dp_config=self.dp_config.to_dict())
+                self.ranks.run_on_all(check_layout, resume_from_checkpoint, self)
+                self.expected_batch_size = self.ranks.run_on_first(
+                    self._resolve_batch_size, bool(resume_from_checkpoint)
+                )
+                self.ranks.assert_equal(dp_config=self.dp_config.to_dict())
                 check_order(self.ranks, self.train_dataset)
                 self._keys = self._draw_keys()
                 reseed_global()
@@ -306,14 +322,14 @@ class DPTrainer(ContinuingTrainer):
         check_optimizer(self.optimizer, model)
         meet = self.args.per_device_train_batch_size > 1
         dtype = torch.bfloat16 if self.args.mixed_precision == "bf16" else None  # maybe by the launcher
-        report = together(self.ranks, model, self_check, model, loss, self.public_batch, meet, dtype)
+        report = run_collectively(self.ranks, model, self_check, model, loss, self.public_batch, meet, dtype)
         logger.info(report)
         noise = NoiseSource(config.noise, self._keys.noise)
-        noise_multiplier = self.ranks.first(self._plan, method, sample_rate, steps)
+        noise_multiplier = self.ranks.run_on_first(self._plan, method, sample_rate, steps)
         if not self.spending.writes:  # it counts along
             self.spending.plan(sample_rate, steps, method.releases, noise_multiplier)
-        self.ranks.agree(
-            self.spending.begin,
+        self.ranks.run_on_all(
+            self.spending.record_run,
             {
                 **config.to_dict(),
                 "noise_multiplier": noise_multiplier,

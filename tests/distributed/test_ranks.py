@@ -156,12 +156,12 @@ def test_a_rank_that_fails_in_shards_ends_the_others_and_nothing_is_released(
 def test_alone_nothing_is_collective() -> None:
     ranks = Ranks()
     sums = {"w": torch.ones(2)}
-    ranks.add_up(sums)
+    ranks.all_reduce_(sums)
     ranks.check_weights({"w": torch.ones(2)})
-    assert ranks.first(lambda: 3) == 3 and ranks.any(True) and not ranks.any(False)
+    assert ranks.run_on_first(lambda: 3) == 3 and ranks.any(True) and not ranks.any(False)
     assert torch.equal(sums["w"], torch.ones(2)) and ranks.reduced_bytes == 0
     with pytest.raises(KeyError):
-        ranks.agree({}.__getitem__, "missing")
+        ranks.run_on_all({}.__getitem__, "missing")
 
 
 def test_buckets_hold_neighbours_of_one_type(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,7 +224,7 @@ def test_one_open_book_serves_batches_of_any_size():
                 model(torch.zeros(len(gradients) + 1, 4).double())
             torch.testing.assert_close(book.norms(), oracle.norms(gradients))
             ones = torch.ones(len(gradients)).double()
-            sums = {name: value.weighted_sum(ones) for name, value in book.take().items()}
+            sums = {name: value.weighted_sum(ones) for name, value in book.pop_entries().items()}
             torch.testing.assert_close(sums, oracle.weighted_sum(gradients, ones), check_stride=False)
 
 

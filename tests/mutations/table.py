@@ -296,7 +296,7 @@ MUTANTS = (
     Mutant(
         "the card of a cheap ledger is written for weights that were trained on elsewhere",
         "trainer/continuing.py",
-        (("            self.ranks.first(self._check_past)\n", "            pass\n"),),
+        (("            self.ranks.run_on_first(self._check_past)\n", "            pass\n"),),
         "tests/spending/test_lineage_cards.py::test_weights_that_were_trained_on_are_not_saved_with_an_old_card",
     ),
     Mutant(
@@ -376,12 +376,14 @@ MUTANTS = (
         "mechanism/step.py",
         (
             (
-                "        self.ranks.add_up({block: sums[block] for block in sums if block not in self.shards.rows})\n",
+                "        self.ranks.all_reduce_({block: sums[block]"
+                " for block in sums if block not in self.shards.rows})\n",
                 "",
             ),
             (
                 "        for block in sums.values():\n            block.div_(",
-                "        self.ranks.add_up({block: sums[block] for block in sums if block not in self.shards.rows})\n"
+                "        self.ranks.all_reduce_({block: sums[block]"
+                " for block in sums if block not in self.shards.rows})\n"
                 "        for block in sums.values():\n            block.div_(",
             ),
         ),
@@ -549,10 +551,10 @@ MUTANTS = (
         "charged after the release instead of before",
         "mechanism/step.py",
         (
-            ("        self.ranks.agree(self.charge, self.event)\n", ""),
+            ("        self.ranks.run_on_all(self.charge, self.event)\n", ""),
             (
                 "        self.steps += 1\n",
-                "        self.steps += 1\n        self.ranks.agree(self.charge, self.event)\n",
+                "        self.steps += 1\n        self.ranks.run_on_all(self.charge, self.event)\n",
             ),
         ),
         "tests/mechanism/test_step.py::test_a_step_that_is_not_paid_for_computes_and_releases_nothing",
@@ -645,8 +647,7 @@ MUTANTS = (
         "trainer/trainer.py",
         (
             ("            self.hyperparameter_search()\n        self._check_settings()\n", "            pass\n"),
-            ("        self.spending.aim(config", "        str((config"),
-            ("config.records_per_unit)\n        check_ranks", "config.records_per_unit))\n        check_ranks"),
+            ("        self.spending.set_budget(\n", "        (\n"),
         ),
         "tests/trainer/test_guards.py::test_a_budget_that_is_raised_later_is_the_one_enforced",
     ),

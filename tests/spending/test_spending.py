@@ -25,7 +25,7 @@ def run(spent: Spending, steps: int, noise: float | None = 1.0, taken: int | Non
     """One `train()` without a model: plan `steps`, take `taken` of them."""
     with spent.open(**opening):
         sigma = spent.plan(RATE, steps, lambda s: (s,), noise)
-        spent.begin({"noise_multiplier": sigma, "sample_rate": RATE})
+        spent.record_run({"noise_multiplier": sigma, "sample_rate": RATE})
         for _ in range(steps if taken is None else taken):
             spent.charge(Event(RATE, (sigma,)))
     return sigma
@@ -55,7 +55,7 @@ def test_a_step_is_on_disk_when_charge_returns(tmp_path: Path) -> None:
     spent = spending(tmp_path)
     with spent.open():
         spent.plan(RATE, 3, lambda s: (s,), 1.0)
-        spent.begin({})
+        spent.record_run({})
         for count in range(1, 4):
             spent.charge(Event(RATE, (1.0,)))
             assert sum(event.steps for event in PrivacyLedger.read(tmp_path / LEDGER).events) == count
@@ -65,7 +65,7 @@ def test_no_step_beyond_the_plan_and_no_other_step(tmp_path: Path) -> None:
     spent = spending(tmp_path, target_epsilon=4.0)
     with spent.open():
         sigma = spent.plan(RATE, 2, lambda s: (s,), None)
-        spent.begin({})
+        spent.record_run({})
         with pytest.raises(RuntimeError, match="not the one that was planned"):
             spent.charge(Event(RATE, (sigma / 2,)))
         with pytest.raises(RuntimeError, match="not the one that was planned"):
@@ -83,7 +83,7 @@ def test_the_plan_is_calibrated_with_several_releases(tmp_path: Path) -> None:
     with spent.open():
         sigma = spent.plan(RATE, 5, lambda s: (s * 2**0.5, s * 2**0.5), None)
         assert epsilon_of([Event(RATE, (sigma,), 5)], DELTA, "rdp") == pytest.approx(4.0, abs=0.01)
-        spent.begin({})
+        spent.record_run({})
         spent.charge(Event(RATE, (sigma * 2**0.5, sigma * 2**0.5)))
 
 
@@ -115,7 +115,7 @@ def test_a_running_estimate_stays_within_the_target(tmp_path: Path) -> None:
     spent, seen = spending(tmp_path, target_epsilon=4.0, accountant="pld"), []
     with spent.open():
         noise = spent.plan(RATE, 20, lambda s: (s,), None)
-        spent.begin({})
+        spent.record_run({})
         for _ in range(20):
             spent.charge(Event(RATE, (noise,)))
             seen.append(spent.quick_epsilon())
@@ -140,7 +140,7 @@ def test_a_fixed_key_is_not_private_whatever_comes_later(tmp_path: Path) -> None
     spent = spending(tmp_path)
     with spent.open():
         spent.plan(RATE, 1, lambda s: (s,), 1.0)
-        spent.begin({"reproducible": True})
+        spent.record_run({"reproducible": True})
         spent.charge(Event(RATE, (1.0,)))
     run(spent, 1)
     assert spent.report().epsilon == spent.quick_epsilon() == spent.epsilon() == math.inf
@@ -162,7 +162,7 @@ def test_lost_steps_are_charged_and_the_rest_gets_more_noise(tmp_path: Path) -> 
     spent = spending(tmp_path, target_epsilon=4.0)
     with spent.open():
         sigma = spent.plan(RATE, 6, lambda s: (s,), None)
-        spent.begin({"noise_multiplier": sigma, "sample_rate": RATE})
+        spent.record_run({"noise_multiplier": sigma, "sample_rate": RATE})
         for step in range(4):
             spent.charge(Event(RATE, (sigma,)))
             if step == 1:
@@ -287,5 +287,5 @@ def test_a_past_that_could_not_be_looked_up_is_written_down(tmp_path: Path) -> N
         spent = spending(tmp_path / str(unchecked))
         with spent.open():
             spent.inherit((), ["base_model_unchecked"] if unchecked else [])
-            spent.begin({})
+            spent.record_run({})
         assert spent.last_run.get("base_model_unchecked", False) is unchecked

@@ -91,7 +91,7 @@ def private_step(model: nn.Module, loss: Callable[[], Tensor], method: Method) -
         losses = loss()
         book.backward(losses)
         factors, grams = losses.detach().to(dtype), Grams()
-        records = book.take()
+        records = book.pop_entries()
         for value in records.values():
             try:
                 value.sq_norm(grams)

@@ -22,7 +22,9 @@ def patches(x: Tensor, kernel: tuple[int, ...], stride: list[int], padding: list
 
 class _Conv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, anchor, x: Tensor, weight: Tensor, bias, stride, padding, dilation, groups: int, tap: Tap, names):
+    def forward(
+        ctx, graph_root, x: Tensor, weight: Tensor, bias, stride, padding, dilation, groups: int, tap: Tap, names
+    ):
         ctx.tap, ctx.names, ctx.geometry, ctx.groups, ctx.dtype = (
             tap,
             names,
@@ -90,5 +92,5 @@ def conv(
     padding = [padding] * spatial if isinstance(padding, int) else list(padding)
     names = (tap.name(weight), tap.name(bias))
     return _Conv.apply(
-        tap.anchor, input, tap.detached(weight), tap.detached(bias), stride, padding, dilation, groups, tap, names
+        tap.graph_root, input, tap.detached(weight), tap.detached(bias), stride, padding, dilation, groups, tap, names
     )

@@ -11,7 +11,9 @@ from .tap import Tap, UncoveredError
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, anchor, index: Tensor, weight: Tensor, padding_idx: int | None, tap: Tap, name: str) -> Tensor:
+    def forward(
+        ctx, graph_root, index: Tensor, weight: Tensor, padding_idx: int | None, tap: Tap, name: str
+    ) -> Tensor:
         ctx.tap, ctx.parameter, ctx.padding_idx, ctx.shape = tap, name, padding_idx, weight.shape
         ctx.save_for_backward(index)
         return F.embedding(index, weight)
@@ -47,4 +49,4 @@ def embedding(
         # Position ids of shape (1, T): autograd would sum over the batch before the rule sees the gradient.
         input = input.expand(tap.leading, *input.shape[1:])
         tap.book.expanded.add(tap.path)
-    return _Embedding.apply(tap.anchor, input, tap.detached(weight), padding_idx, tap, tap.name(weight))
+    return _Embedding.apply(tap.graph_root, input, tap.detached(weight), padding_idx, tap, tap.name(weight))

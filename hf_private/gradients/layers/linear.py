@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hf_private.gradients.persample import Dense, Outer, widen
 
-from .recompute import remaker
+from .recompute import recompute_fn
 from .tap import Tap
 
 
@@ -14,11 +14,13 @@ class _Linear(torch.autograd.Function):
     """y = x W^T + b with W and b outside the graph; its backward writes (a, ds) into the book and computes dx only."""
 
     @staticmethod
-    def forward(ctx, anchor, x: Tensor, weight: Tensor, bias: Tensor | None, tap: Tap, names: tuple, in_first: bool):
+    def forward(
+        ctx, graph_root, x: Tensor, weight: Tensor, bias: Tensor | None, tap: Tap, names: tuple, in_first: bool
+    ):
         ctx.tap, ctx.names, ctx.in_first, ctx.dtype = tap, names, in_first, x.dtype
-        ctx.remake = remaker(x) if tap.book.drops_inputs else None
+        ctx.recompute = recompute_fn(x) if tap.book.drops_inputs else None
         # A bias alone (BiTFiT) needs no input.
-        ctx.save_for_backward(x if names[0] and ctx.remake is None else None, weight)
+        ctx.save_for_backward(x if names[0] and ctx.recompute is None else None, weight)
         return F.linear(x, weight.t() if in_first else weight, bias)
 
     @staticmethod
@@ -29,7 +31,7 @@ class _Linear(torch.autograd.Function):
         if bias_name:
             ctx.tap.observe(bias_name, Dense(widen(rows).sum(1)))
         if weight_name:
-            a = ctx.tap.rows(ctx.remake() if ctx.remake else x)
+            a = ctx.tap.rows(ctx.recompute() if ctx.recompute else x)
             left, right = (a, rows) if ctx.in_first else (rows, a)
             ctx.tap.observe(weight_name, Outer(left, right))
         dx = None
@@ -42,10 +44,10 @@ class _Linear(torch.autograd.Function):
 def linear(tap: Tap, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Rule for `F.linear`: input (..., in), weight (out, in)."""
     names = (tap.name(weight), tap.name(bias))
-    return _Linear.apply(tap.anchor, input, tap.detached(weight), tap.detached(bias), tap, names, False)
+    return _Linear.apply(tap.graph_root, input, tap.detached(weight), tap.detached(bias), tap, names, False)
 
 
 def addmm(tap: Tap, input: Tensor, mat1: Tensor, mat2: Tensor) -> Tensor:
     """Rule for `torch.addmm(bias, x, weight)`: x (B*T, in), weight (in, out)."""
     names = (tap.name(mat2), tap.name(input))
-    return _Linear.apply(tap.anchor, mat1, tap.detached(mat2), tap.detached(input), tap, names, True)
+    return _Linear.apply(tap.graph_root, mat1, tap.detached(mat2), tap.detached(input), tap, names, True)

@@ -11,7 +11,9 @@ from .tap import Tap, _Copies
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, anchor, x: Tensor, shape: list[int], weight, bias, eps: float, tap: Tap, names: tuple) -> Tensor:
+    def forward(
+        ctx, graph_root, x: Tensor, shape: list[int], weight, bias, eps: float, tap: Tap, names: tuple
+    ) -> Tensor:
         y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
         ctx.tap, ctx.names, ctx.shape, ctx.eps = tap, names, shape, eps
         ctx.save_for_backward(x, mean, rstd, weight, bias)
@@ -52,7 +54,7 @@ def layer_norm(
     weight, bias = tap.detached(weight), tap.detached(bias)
     if weight is not None and weight.dtype != input.dtype:  # autocast: half-precision input, float32 weights
         input = input.to(weight.dtype)
-    return _LayerNorm.apply(tap.anchor, input, list(normalized_shape), weight, bias, eps, tap, names)
+    return _LayerNorm.apply(tap.graph_root, input, list(normalized_shape), weight, bias, eps, tap, names)
 
 
 def _affine(tap: Tap, y: Tensor, parameter: Tensor | None, first_axis: int, add: bool) -> Tensor:
@@ -63,7 +65,7 @@ def _affine(tap: Tap, y: Tensor, parameter: Tensor | None, first_axis: int, add:
     copy = tap.detached(parameter)
     batch = tap.batch_size if name else 1
     if name:
-        copy = _Copies.apply(tap.anchor, copy, tap, name)
+        copy = _Copies.apply(tap.graph_root, copy, tap, name)
         y = y.reshape(batch, -1, *y.shape[1:])  # flattened records (N * T, ...) get their own axis back
     else:
         y, copy = y.unsqueeze(0), copy.unsqueeze(0)

@@ -18,13 +18,13 @@ MADE_BY: dict[str, Callable] = {  # a node of autograd's graph -> its output, fr
 VIEWS = ("ViewBackward0", "UnsafeViewBackward0")
 
 
-def remaker(x: Tensor) -> Callable[[], Tensor] | None:
+def recompute_fn(x: Tensor) -> Callable[[], Tensor] | None:
     """A function that makes `x` again inside the backward pass, from what autograd holds anyway; None if it cannot.
 
     >>> import torch
     >>> x = torch.randn(2, 3, requires_grad=True)
-    >>> remake = remaker(F.gelu(x))
-    >>> torch.equal(remake(), F.gelu(x)), remaker(x.exp())
+    >>> remake = recompute_fn(F.gelu(x))
+    >>> torch.equal(remake(), F.gelu(x)), recompute_fn(x.exp())
     (True, None)
     """
     node = x.grad_fn

@@ -11,7 +11,7 @@ from hf_private.gradients.persample import Dense, PerSample
 class Book(Protocol):
     """What the rules need of a BookKeeper."""
 
-    anchor: Tensor
+    graph_root: Tensor
     leading: int
     expanded: set[str]
     sharded: bool
@@ -42,9 +42,9 @@ class Tap:
         self._places = {local: (module.get_submodule(owner)._parameters, leaf) for local, owner, leaf in places}
 
     @property
-    def anchor(self) -> Tensor:
+    def graph_root(self) -> Tensor:
         """A scalar that requires a gradient: with all parameters detached nothing else keeps the graph alive."""
-        return self.book.anchor
+        return self.book.graph_root
 
     @property
     def batch_size(self) -> int:
@@ -109,7 +109,7 @@ class _Copies(torch.autograd.Function):
     """One copy of a parameter per record; the gradient of the copies is the per-sample gradient."""
 
     @staticmethod
-    def forward(ctx, anchor: Tensor, parameter: Tensor, tap: Tap, name: str) -> Tensor:
+    def forward(ctx, graph_root: Tensor, parameter: Tensor, tap: Tap, name: str) -> Tensor:
         ctx.tap, ctx.parameter = tap, name
         return parameter.unsqueeze(0).repeat(tap.batch_size, *[1] * parameter.dim())
 
@@ -121,4 +121,4 @@ class _Copies(torch.autograd.Function):
 
 def copies(tap: Tap, local: str) -> Tensor:
     """`tap`'s parameter, once per record: (N, *shape)."""
-    return _Copies.apply(tap.anchor, tap.parameter(local).detach(), tap, tap.names[local])
+    return _Copies.apply(tap.graph_root, tap.parameter(local).detach(), tap, tap.names[local])

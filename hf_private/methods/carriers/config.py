@@ -58,10 +58,10 @@ class CarrierConfig(TargetConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.r is not None:
-            validate.whole(1, r=self.r)
-        validate.whole(1, **{f"rank_pattern[{key!r}]": rank for key, rank in self.rank_pattern.items()})
-        validate.whole(1, power_iterations=self.power_iterations, refresh=self.refresh)
-        validate.whole(0, warmup_steps=self.warmup_steps, sparsity_start=self.sparsity_start)
+            validate.integer_at_least(1, r=self.r)
+        validate.integer_at_least(1, **{f"rank_pattern[{key!r}]": rank for key, rank in self.rank_pattern.items()})
+        validate.integer_at_least(1, power_iterations=self.power_iterations, refresh=self.refresh)
+        validate.integer_at_least(0, warmup_steps=self.warmup_steps, sparsity_start=self.sparsity_start)
         validate.one_of(SOURCES, source=self.source)
         validate.one_of(("both", "left"), sides=self.sides)
         validate.non_negative(sparsity=self.sparsity)

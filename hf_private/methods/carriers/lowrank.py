@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_private.gradients.persample import Dense, Outer, PerSample, Rows
+from hf_private.methods.subspace import orthonormal
 
 
 def power_method(matrices: list[Callable[[], Tensor]], starts: list[tuple[Tensor, Tensor]], iterations: int):
@@ -35,11 +36,6 @@ def power_method(matrices: list[Callable[[], Tensor]], starts: list[tuple[Tensor
         product = torch.stack([part.t() @ read() for read, part in zip(matrices, left, strict=True)])
         right = _or_else(product, right)
     return left if iterations else orthonormal(left), orthonormal(right.mT).mT
-
-
-def orthonormal(columns: Tensor) -> Tensor:
-    """Orthonormal columns with the same span (completed, where the given ones are dependent), by Householder QR."""
-    return torch.linalg.qr(columns).Q
 
 
 def _or_else(products: Tensor, others: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ forward pass is the plain model's, since W = L R + (W - L R), and what a layer h
 backward pass.
 """
 
-import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +18,8 @@ from torch import Tensor, nn
 
 from hf_private.gradients.method import Lazily, Method
 from hf_private.gradients.persample import PerSample, widen
-from hf_private.gradients.tensors import like, unsharded
+from hf_private.gradients.tensors import accumulation_dtype, like, unsharded
+from hf_private.methods.subspace import public_generator
 
 from .lowrank import LowRank, Submatrix, important, kept, power_method
 
@@ -167,10 +167,9 @@ class Carriers(Method):
 
     def _gaussian(self, name: str, step: int, rank: int) -> tuple[Tensor, Tensor]:
         """Starts (rows, r) and (r, columns), the same on every rank and in every run with this seed."""
-        digest = hashlib.sha256(f"{self.seed}/{step}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        generator = public_generator(self.seed, step, name)
         weight = self.parameters[name]
-        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        dtype = accumulation_dtype(weight)
         right = torch.randn(rank, weight.shape[1:].numel(), generator=generator, dtype=dtype)
         left = torch.randn(weight.shape[0], rank, generator=generator, dtype=dtype)
         return left.to(weight.device), right.to(weight.device)

@@ -64,8 +64,8 @@ class AnchorConfig(TargetConfig):
                 f"`{name}` must come with `target_modules`, got {getattr(self, name)!r} without. Without both, what is"
                 " trained is what has `requires_grad`."
             )
-        validate.whole(1, k=self.k, num_anchors=self.num_anchors)
-        validate.whole(1, power_iterations=self.power_iterations, refresh=self.refresh)
+        validate.integer_at_least(1, k=self.k, num_anchors=self.num_anchors)
+        validate.integer_at_least(1, power_iterations=self.power_iterations, refresh=self.refresh)
         validate.one_of((True, False), residual=self.residual)
         if self.residual_clip_norm is not None:
             validate.positive(residual_clip_norm=self.residual_clip_norm)

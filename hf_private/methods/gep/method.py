@@ -16,7 +16,6 @@ gradients of a parameter must be formed, at most k of them live at a time, as ma
 Index letters as in persample.py, and j for basis vectors.
 """
 
-import hashlib
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,6 +27,8 @@ from torch import Tensor, nn
 
 from hf_private.gradients.method import Factors, Method
 from hf_private.gradients.persample import Dense, Outer, PerSample, Rows, Tied, sq_norms, weighted_sum, widen
+from hf_private.gradients.tensors import accumulation_dtype
+from hf_private.methods.subspace import orthonormal, public_generator
 
 # Slack s of the residual's norm^2, which is taken as |g|^2 - |w|^2 + s|g|^2. It covers rounding, which is relative to
 # |g| and not to |r|, and by bounding c|g| <= S2 / sqrt(s) it keeps small the rounding of the two sums that cancel.
@@ -93,11 +94,6 @@ def combine(value: PerSample, weights: Tensor) -> Tensor:
     total = sum(a.t() @ g.to(a.dtype) for a, g in parts)
     shape = value.shape if isinstance(value, Outer) else value.dense().shape[1:]
     return total.view(k, *shape)
-
-
-def orthonormal(rows: Tensor) -> Tensor:
-    """Orthonormal rows (k, p) with the same span (completed, where the given ones are dependent), by QR."""
-    return torch.linalg.qr(rows.t()).Q.t()
 
 
 def defect(basis: Iterable[Tensor]) -> float:
@@ -257,7 +253,7 @@ class Anchors(Method):
                 self._add(product, records)
             for group in self.groups.values():
                 self._orthonormalise(group, product)
-        _agree(self.basis)
+        _broadcast_first(self.basis)
         worst = max(defect([self.basis[name] for name in group.names]) for group in self.groups.values())
         if not worst <= LARGEST_DEFECT:
             raise RuntimeError(
@@ -282,21 +278,23 @@ class Anchors(Method):
         if not rows.any():  # zero gradients have no principal directions: any will do
             rows = torch.cat([self.basis[name].flatten(1) for name in group.names], 1)
         sizes = [self.parameters[name].numel() for name in group.names]
-        for name, part in zip(group.names, orthonormal(rows).split(sizes, 1), strict=True):
+        for name, part in zip(group.names, orthonormal(rows.t()).t().split(sizes, 1), strict=True):
             self.basis[name] = part.reshape(group.k, *self.parameters[name].shape)
 
     def _gaussian(self, name: str, step: int) -> Tensor:
         """Start of the power iteration (k, *shape): the same on every rank and in every run with this seed."""
-        digest = hashlib.sha256(f"{self.seed}/{step}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        generator = public_generator(self.seed, step, name)
         p, k = self.parameters[name], self.groups[self.group_of[name]].k
-        return torch.randn(k, *p.shape, generator=generator, dtype=_wide(p)).to(p.device)
+        return torch.randn(k, *p.shape, generator=generator, dtype=accumulation_dtype(p)).to(p.device)
 
     @property
     def basis_bytes(self) -> int:
         """Most memory that the bases take: sum_g k_g p_g, twice, and the largest group once more."""
         sizes = [
-            sum(k * self.parameters[name].numel() * _wide(self.parameters[name]).itemsize for name in names)
+            sum(
+                k * self.parameters[name].numel() * accumulation_dtype(self.parameters[name]).itemsize
+                for name in names
+            )
             for names, k in self.groups.values()
         ]
         return COPIES * sum(sizes) + COPIES * max(sizes)
@@ -319,11 +317,7 @@ class _PublicBook(Method):
         self.observe = anchors.read
 
 
-def _wide(p: Tensor) -> torch.dtype:
-    return torch.float64 if p.dtype == torch.float64 else torch.float32
-
-
-def _agree(basis: Mapping[str, Tensor]) -> None:
+def _broadcast_first(basis: Mapping[str, Tensor]) -> None:
     """All ranks take the first one's basis: rounding that differs turns directions of little weight."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         for part in basis.values():

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hf_private.gradients.bookkeeper import BookKeeper
 from hf_private.gradients.method import Method
 from hf_private.gradients.persample import PerSample
+from hf_private.methods.subspace import public_generator
 from hf_private.tasks.heads import Head, head_of
 from hf_private.tasks.losses import LABEL_NAMES
 from hf_private.tasks.micro_batches import length_of, split
@@ -136,7 +137,7 @@ class AnchorData:
 
     def __call__(self, step: int) -> Iterator[dict[str, Any]]:
         """Collated micro-batches of public records; the same for the same step."""
-        generator = public_generator(self.seed, step)
+        generator = public_generator("anchors", self.seed, step)
         chosen = torch.randperm(len(self.dataset), generator=generator)[: self.num_anchors].tolist()
         records = [self.dataset[index] for index in chosen]
         for part in split([length_of(record) for record in records], self.max_rows, self.max_tokens):
@@ -178,15 +179,9 @@ class AnchorBooks:
                     yield book.records()
 
 
-def public_generator(seed: int, step: int) -> torch.Generator:
-    """Generator for public choices of a step."""
-    digest = hashlib.sha256(f"anchors/{seed}/{step}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-
-
 @contextmanager
 def public_randomness(seed: int, step: int) -> Iterator[None]:
     """Global generators as a function of (seed, step); their secret state is put back at the end."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        torch.manual_seed(public_generator(seed, step).initial_seed())
+        torch.manual_seed(public_generator("anchors", seed, step).initial_seed())
         yield

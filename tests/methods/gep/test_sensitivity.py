@@ -12,16 +12,17 @@ from hf_private.gradients.persample import Dense, Outer
 from hf_private.mechanism.clipping import Clipping
 from hf_private.methods.gep import method as anchors
 from hf_private.methods.gep.config import AnchorConfig
-from hf_private.methods.gep.method import Anchors, Group, defect, orthonormal
+from hf_private.methods.gep.method import Anchors, Group, defect
 from hf_private.methods.gep.public_data import AnchorBooks
 from hf_private.methods.registry import resolve_method
+from hf_private.methods.subspace import orthonormal
 from tests.support.gep_cases import MLP, basis_of, cross_entropy, numbers, public, released, run
 
 
 def adversarial(ratio, k=6, p=400, records=8, seed=0):
     """A float32 basis and gradients that lie in its span but for a residual `ratio` times smaller, all aligned."""
     generator = torch.Generator().manual_seed(seed)
-    basis = orthonormal(torch.randn(k, p, generator=generator))
+    basis = orthonormal(torch.randn(k, p, generator=generator).t()).t()
     inside = torch.randn(k, generator=generator, dtype=torch.float64) @ basis.double()
     outside = torch.randn(p, generator=generator, dtype=torch.float64)
     outside -= basis.double().T @ (basis.double() @ outside)

@@ -30,8 +30,8 @@ def errors(ranks: Ranks) -> dict[str, str | None]:
         if second:
             raise RuntimeError("the second rank is unwell")
 
-    found["agree"] = failure(lambda: ranks.agree(only_second))
-    found["same"] = failure(lambda: ranks.same(answer=41 if second else 42))
+    found["agree"] = failure(lambda: ranks.run_on_all(only_second))
+    found["same"] = failure(lambda: ranks.assert_equal(answer=41 if second else 42))
 
     model = tiny.bert()
     with torch.no_grad():

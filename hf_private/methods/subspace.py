@@ -1,0 +1,21 @@
+"""What the methods with a subspace share: orthonormal bases, and public randomness to start from."""
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+
+def orthonormal(columns: Tensor) -> Tensor:
+    """Orthonormal columns with the same span (completed, where the given ones are dependent), by Householder QR."""
+    return torch.linalg.qr(columns).Q
+
+
+def public_generator(*label: str | int) -> torch.Generator:
+    """A CPU generator that is a function of its label: the same on every rank, and known to everybody.
+
+    >>> public_generator(0, 7, "w").initial_seed() == public_generator(0, 7, "w").initial_seed()
+    True
+    """
+    digest = hashlib.sha256("/".join(map(str, label)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
