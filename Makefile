@@ -4,10 +4,10 @@ VENV   ?= .venv
 JOBS   ?= 2
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-CODE   := $(wildcard hf_private tests recipes)
+CODE   := hf_private tests recipes
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow quality style bench bench-all bench-peers growth mutants clean
+.PHONY: help install demo test test-slow quality style bench bench-all bench-peers growth zoo mutants clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,17 +23,19 @@ test: $(VENV)/.all  ## the tests and doctests, in less than ten minutes
 test-slow: $(VENV)/.all  ## the tests that take minutes each
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
-quality: $(VENV)/.ruff  ## lint and format, looking only
+quality: $(VENV)/.all  ## lint, format and types, without changing anything
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
-style: $(VENV)/.ruff  ## lint and format, repairing
+style: $(VENV)/.all  ## repair lint and format
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
 bench: $(VENV)/.all  ## speed and memory in the headline settings, worst of three runs, in less than fifteen minutes
 	$(BIN)/python recipes/benchmark.py --fresh
 	OMP_NUM_THREADS=1 $(BIN)/python recipes/scaling.py --steps 3
+	$(BIN)/python recipes/overview.py
 
 bench-all: $(VENV)/.all  ## speed and memory of other models and lengths, in an hour; goes on where it was stopped
 	$(BIN)/python recipes/benchmark.py --all --runs 1 --output benchmark_all
@@ -47,6 +49,9 @@ bench-peers: $(VENV)/.peers/.done  ## the headline settings for Opacus and Opake
 
 growth: $(VENV)/.all  ## how cost grows with length, batch, width, depth, rank, accumulation and dataset size
 	$(BIN)/python recipes/growth.py
+
+zoo: $(VENV)/.all  ## the sensitivity of every text architecture that DPTrainer accepts; goes on where it was stopped
+	$(BIN)/python recipes/sensitivity.py
 
 mutants: $(VENV)/.all  ## put real privacy bugs into the code and count how many the tests catch
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutations
@@ -63,7 +68,7 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.all: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable ".[dev]"
-	@touch $@ $(VENV)/.demo $(VENV)/.ruff
+	@touch $@ $(VENV)/.demo
 
 # Layered over .venv, so that peers run on the very same torch and may not change it.
 $(VENV)/.peers/.done: $(VENV)/.all
@@ -71,8 +76,4 @@ $(VENV)/.peers/.done: $(VENV)/.all
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
 		"$$($(VENV)/.peers/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth"
 	$(VENV)/.peers/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt opacus==1.6.0 opake==0.16.1
-	@touch $@
-
-$(VENV)/.ruff: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) ruff
 	@touch $@

@@ -1,0 +1,145 @@
+"""Tiny models of every architecture that the installed transformers offers with a training head.
+
+`tiny_model("mixtral", "causal-lm")` builds one with two layers of width 32 from the type's own default config: `SIZES`
+says how large an attribute may be, by its name, and `EXCEPTIONS` what single types need beside that. Dropout is 0, so
+that two passes can be compared.
+"""
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.models.auto import modeling_auto as auto
+
+# head -> transformers' own list of model types with that head
+HEADS: dict[str, dict[str, Any]] = {
+    "classification": auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "masked-lm": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "seq2seq-lm": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "causal-lm": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "image": auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    "audio": auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
+    "ctc": auto.MODEL_FOR_CTC_MAPPING_NAMES,
+    "speech": auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    "image-text": auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+}
+MAPPINGS: dict[str, Any] = {
+    "classification": auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    "masked-lm": auto.MODEL_FOR_MASKED_LM_MAPPING,
+    "seq2seq-lm": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    "causal-lm": auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+    "image": auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    "audio": auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING,
+    "ctc": auto.MODEL_FOR_CTC_MAPPING,
+    "speech": auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+    "image-text": auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+}
+
+VOCABULARY = 101
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
+
+# The first pattern that matches an attribute's whole name gives the most that it may be; None leaves it to the class.
+SIZES: tuple[tuple[str, int | None], ...] = (
+    (r"qk_head_dim|chunk_size_feed_forward|acoustic_.*|.*_hash_.*", None),
+    (r".*vocab_size.*|.*_vocab", VOCABULARY),
+    (r".*(token_id|token_index|_idx)", 3),
+    (r"(max|n)_?.*positions?(_embeddings)?|n_ctx|max_seq_len|model_max_length|max_position_embeddings.*", 64),
+    (r".*(key_value_heads|kv_heads|linear_num_key_heads)", 2),
+    (r".*(head_dim|dim_head|d_kv|d_head|kv_channels)", 8),
+    (r"rotary_dim", 4),
+    (r"(.*_)?(num_)?(attention_heads|n_heads?|num_heads|heads)|n_heads?|index_n_heads|linear_num_value_heads", 4),
+    (r".*lora_rank|time_step_rank|mamba_dt_rank", 8),
+    (r"first_k_dense_replace|num_dense_layers|moe_layer_start_index", 1),
+    (r".*(per_tok|per_token|topk|top_k|moe_k)", 2),
+    (r"n_group|topk_group|num_expert_group|n_shared_experts|num_shared_experts|moe_num_shared_experts", 1),
+    (r".*experts", 4),
+    (r"(.*_)?(num_.*layers|n_layers?|.*_layers|depth|num_blocks|num_hidden_groups)", 2),
+    (r".*(intermediate_size|ffn_dim|ffn_hidden_size|d_ff|dim_ff|dff|d_inner|mlp_dim|ffn_size)", 64),
+    (r"(.*_)?(hidden_size|d_model|n_embd|emb_dim|embedding_size|dim|hidden_dim|embed_dim|embedding_dim|width)", 32),
+    (r".*state_size|.*d_state", 8),
+    (r".*chunk_size", 4),
+    (r".*(sliding_window|window_size|local_attention|block_size)", 4),
+    (r"image_size", 32),
+    (r"patch_size", 8),
+)
+
+# What single types need: attributes by dotted path, as in the default config.
+# Latent attention has a key and a value for every head, whatever the default says.
+LATENT_ATTENTION = (
+    "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa longcat_flash minicpm3 mistral4 youtu"
+).split()
+EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "esm": {"vocab_size": VOCABULARY, "mask_token_id": 4},
+    "esmc": {"num_key_value_heads": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "lilt": {"hidden_size": 48, "channel_shrink_ratio": 4},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2},
+    "ministral": {"head_dim": 8},
+    "mobilebert": {"embedding_size": 32, "true_hidden_size": 32, "intra_bottleneck_size": 32},
+    "nemotron": {"head_dim": 8},
+    "reformer": {"axial_pos_embds": False},
+    "xmod": {"default_language": "en_XX"},
+    "dots1": {"sliding_window": 4},
+    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
+    "layoutlmv3": {"input_size": 32, "coordinate_size": 6, "shape_size": 4},
+    "led": {"attention_window": [4, 4]},
+    "nemotron_h": {"n_groups": 1, "num_key_value_heads": 4},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    **dict.fromkeys(LATENT_ATTENTION, {"num_key_value_heads": 4}),
+}
+
+
+def sizes(config: PreTrainedConfig) -> dict[str, Any]:
+    """Small values for the attributes of a config that make a model large."""
+    small: dict[str, Any] = {}
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            small[name] = shrink(value)
+        elif name in SPECIAL:
+            small[name] = SPECIAL[name]
+        elif isinstance(value, float) and "drop" in name:
+            small[name] = 0.0
+        elif isinstance(value, int) and not isinstance(value, bool):
+            for pattern, most in SIZES:
+                if re.fullmatch(pattern, name):
+                    small |= {} if most is None else {name: min(value, most)}
+                    break
+    return small
+
+
+def shrink(config: PreTrainedConfig, exceptions: dict[str, Any] | None = None) -> PreTrainedConfig:
+    """A config of the same class with small sizes; what the class derives from them it derives anew."""
+    here = {name: value for name, value in (exceptions or {}).items() if "." not in name}
+    small = sizes(config) | here
+    for name, value in vars(config).items():
+        below = {k.partition(".")[2]: v for k, v in (exceptions or {}).items() if k.startswith(f"{name}.")}
+        if below and isinstance(value, PreTrainedConfig):
+            small[name] = shrink(value, below)
+    return type(config)(**small)
+
+
+def tiny_config(model_type: str) -> PreTrainedConfig:
+    """A small config of a model type."""
+    return shrink(CONFIG_MAPPING[model_type](), EXCEPTIONS.get(model_type))
+
+
+def tiny_model(model_type: str, head: str, seed: int = 0) -> nn.Module:
+    """A small model of a type with one of `HEADS`, random weights, eval mode."""
+    config = tiny_config(model_type)
+    config._attn_implementation = "eager"
+    found = MAPPINGS[head][type(config)]
+    cls = found[0] if isinstance(found, tuple) else found
+    if not isinstance(config, cls.config_class):  # the language model inside a multimodal one
+        config = config.get_text_config()
+    for name, value in {"num_labels": 3, "use_cache": False, "is_decoder": head == "causal-lm"}.items():
+        setattr(config, name, value)
+    if config.is_encoder_decoder:
+        config.decoder_start_token_id = SPECIAL["decoder_start_token_id"]
+    torch.manual_seed(seed)
+    return cls(config).eval()
