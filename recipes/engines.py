@@ -1,7 +1,7 @@
-"""What the benchmark compares: models, batches, and engines, each of which makes a model ready and returns one step.
+"""What the benchmark compares: models, batches, and engines. An engine prepares a model and returns one step.
 
-A step is a forward and a backward pass; for private engines with clipping and summing, without noise and optimizer.
-The engines of other libraries are in peers.py.
+A step is a forward and a backward pass; private engines also clip and sum, without noise and optimizer. The engines of
+other libraries are in peers.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -95,16 +95,17 @@ def private(model: nn.Module, batch: dict, carriers: CarrierConfig | None = None
 
 
 def with_method(model: nn.Module, batch: dict, method: Method) -> Step:
-    """One micro-batch. Carriers and anchor subspaces are computed, and the book opened, once per logical step, which
-    has many of them."""
+    """One micro-batch. Carriers, anchor subspaces and the open book belong to the logical step, which has many
+    micro-batches, so they are made once."""
     method.attach(trainable(model))
-    loss, clipping = PerSampleLoss(model), Clipping("flat", 1.0)
+    loss = PerSampleLoss(model)
+    clipping = Clipping("flat", 1.0)
     method.begin_step(0)
-    book = BookKeeper(model, method).__enter__()  # stays open: nothing else is done with this model
+    book = BookKeeper(model, method).__enter__()  # stays open: nothing else uses this model
 
     def step() -> None:
         book.backward(loss(model, batch))
-        dict(method.clipped_sums(book.pop_entries(), clipping))
+        method.add_clipped_sums(book.pop_entries(), clipping, {})
 
     return step
 
@@ -131,7 +132,7 @@ def gep(model: nn.Module, batch: dict) -> Step:
 
 
 def frozen(model: nn.Module, batch: dict) -> Step:
-    """The yardstick of carriers: input gradients only, down to the first layer, no weight gradient."""
+    """The yardstick for carriers: input gradients down to the first layer, and no weight gradient."""
     model.requires_grad_(False)
     model.get_input_embeddings().register_forward_hook(lambda _m, _i, y: y.requires_grad_())
     return lambda: model(**batch).loss.backward()

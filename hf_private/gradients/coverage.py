@@ -46,7 +46,7 @@ def coverage(model: nn.Module, loss: Callable[[], Tensor]) -> list[Entry]:
         try:
             with BookKeeper(model) as book:
                 book.backward(loss())
-                reached = set(book.records())
+                reached = set(book.entries())
             break
         except UncoveredError as error:
             open_names = [name for name in parameters if name not in refused and name not in frozen]

@@ -131,13 +131,13 @@ def test_tied_weights_need_their_cross_term():
     model.eval()
     with BookKeeper(model) as book:
         book.backward(loss(model, cases.make_batch(model, batch_size=3)))
-        tied = book.records()["transformer.wte.weight"]
+        tied = book.entries()["transformer.wte.weight"]
         if not isinstance(tied, Dense):
             assert not torch.allclose(tied.sq_norm(), tied.outer.sq_norm() + tied.rows.sq_norm(), rtol=1e-3)
     ghost = type("Ghost", (Full,), {"observe": lambda self, name, value: {name: value}})()
     with BookKeeper(model, ghost) as book:
         book.backward(loss(model, cases.make_batch(model, batch_size=3)))
-        tied = book.records()["transformer.wte.weight"]
+        tied = book.entries()["transformer.wte.weight"]
         assert not torch.allclose(tied.sq_norm(), tied.outer.sq_norm() + tied.rows.sq_norm(), rtol=1e-3)
 
 

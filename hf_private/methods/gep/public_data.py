@@ -176,7 +176,7 @@ class AnchorBooks:
             for batch in self.batches(step):
                 with torch.enable_grad(), BookKeeper(self.model, method) as book:
                     book.backward(self.per_sample_loss(self.model, batch))
-                    yield book.records()
+                    yield book.entries()
 
 
 @contextmanager
