@@ -77,6 +77,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--r", type=int, default=4, help="rank of the approximation (default: %(default)s)")
     parser.add_argument("--noise_multiplier", type=float, default=1.0)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--output_dir", help="keep the model and its card here (default: keep nothing)")
     options = parser.parse_args(argv)
 
     config = BertConfig(
@@ -87,8 +88,8 @@ def main(argv: list[str] | None = None) -> None:
         trainer = PowerSGDTrainer(
             BertForSequenceClassification(config),
             TrainingArguments(
-                folder, max_steps=options.steps, learning_rate=5e-3, per_device_train_batch_size=64, report_to=[],
-                logging_strategy="no", save_strategy="no", disable_tqdm=True, use_cpu=True,
+                options.output_dir or folder, max_steps=options.steps, learning_rate=5e-3, report_to=[],
+                per_device_train_batch_size=64, logging_strategy="no", save_strategy="no", disable_tqdm=True, use_cpu=True,
             ),
             dp_config=DPConfig(noise_multiplier=options.noise_multiplier, expected_batch_size=128),
             train_dataset=made_up_records(2048),
@@ -98,6 +99,8 @@ def main(argv: list[str] | None = None) -> None:
         )  # fmt: skip
         trainer.train()
         print(f"accuracy {trainer.evaluate()['eval_accuracy']:.3f}, epsilon {trainer.privacy_spent().epsilon:.2f}")
+        if options.output_dir:
+            trainer.save_model()  # with its card, which names DP-PowerSGD
 
 
 if __name__ == "__main__":
