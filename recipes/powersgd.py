@@ -1,9 +1,9 @@
 """DP-PowerSGD (a baseline of the RGP paper), and how to add a method: subclass `Method`, return it to the trainer.
 
 PowerSGD (Vogels et al. 2019) approximates the gradient G (rows, columns) of each weight by P Q^T of rank r. The
-influence of one record on P and Q is hard to bound, so the noise is added to the full gradient *before* the projection.
-Everything after the noise is post-processing, and the ledger charges a step of DP-SGD. RGP projects first and adds noise
-to r (rows + columns) numbers instead of rows * columns; Table 2 of the paper shows the difference.
+influence of one record on P and Q is hard to bound, so noise is added to the full gradient *before* the projection.
+Everything after the noise is post-processing, and the ledger charges a step of DP-SGD. RGP projects first and adds
+noise to r (rows + columns) numbers instead of rows * columns; Table 2 of the paper shows the difference.
 
     python recipes/powersgd.py                                        # a tiny model on made-up records, in seconds
     python recipes/powersgd.py --r 4 --noise_multiplier 1.0 --steps 50
@@ -88,8 +88,9 @@ def main(argv: list[str] | None = None) -> None:
         trainer = PowerSGDTrainer(
             BertForSequenceClassification(config),
             TrainingArguments(
-                options.output_dir or folder, max_steps=options.steps, learning_rate=5e-3, report_to=[],
-                per_device_train_batch_size=64, logging_strategy="no", save_strategy="no", disable_tqdm=True, use_cpu=True,
+                options.output_dir or folder, max_steps=options.steps, learning_rate=5e-3,
+                per_device_train_batch_size=64, report_to=[], logging_strategy="no", save_strategy="no",
+                disable_tqdm=True, use_cpu=True,
             ),
             dp_config=DPConfig(noise_multiplier=options.noise_multiplier, expected_batch_size=128),
             train_dataset=made_up_records(2048),

@@ -215,6 +215,6 @@ def _refuse_others(model: nn.Module, sharded: Iterable[nn.Module]) -> None:
             )
         if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
             raise ValueError(
-                f"`{path}` must not be a {type(module).__name__}, which reduces gradients itself. Pass the model inside"
-                " it (`.module`); hf_private adds up the clipped sums of the ranks."
+                f"`{path}` must not be a {type(module).__name__}, which reduces gradients itself. Pass the model"
+                " inside it (`.module`); hf_private adds up the clipped sums of the ranks."
             )

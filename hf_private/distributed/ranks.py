@@ -199,11 +199,12 @@ def _buckets(blocks: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Neighbours of one dtype and device, up to BUCKET elements; a larger block is alone."""
     bucket: list[Tensor] = []
     for block in blocks:
-        full = sum(other.numel() for other in bucket) + block.numel() > BUCKET
-        differs = any((block.dtype, block.device) != (other.dtype, other.device) for other in bucket[:1])
-        if bucket and (full or differs):
-            yield bucket
-            bucket = []
+        if bucket:
+            full = sum(other.numel() for other in bucket) + block.numel() > BUCKET
+            differs = (block.dtype, block.device) != (bucket[0].dtype, bucket[0].device)
+            if full or differs:
+                yield bucket
+                bucket = []
         bucket.append(block)
     if bucket:
         yield bucket

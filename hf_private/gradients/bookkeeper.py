@@ -156,8 +156,8 @@ class BookKeeper:
         names = ", ".join(f"`{name}`" for name in reached)
         if reached and self.sharded:  # FSDP2 has added up what autograd found on all ranks
             raise UncoveredError(
-                f"{names}: used in a way that no rule covers, so the gradients of different records cannot be separated."
-                " Remedy: freeze it (`parameter.requires_grad_(False)`), or use DDP and micro-batches of one."
+                f"{names}: used in a way that no rule covers, so the gradients of the records cannot be separated."
+                " Remedy: freeze it (`parameter.requires_grad_(False)`), or use DDP with micro-batches of one."
             )
         if reached and self.batch_size > 1:
             raise UncoveredError(

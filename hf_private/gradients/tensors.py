@@ -1,8 +1,8 @@
 """Norms and sums in full precision, whatever the settings of the process, and helpers for dtypes and shards.
 
 A ghost norm cancels: it is the small difference of large products. With operands rounded to ten bits (TF32) or eight
-(bfloat16) it can be far below the true norm, and a record would weigh more than the clip norm. The forward and backward
-pass of the model may use low precision; norms and sums of their results may not.
+(bfloat16) it can be far below the true norm, and a record would weigh more than the clip norm. The forward and
+backward pass of the model may use low precision; norms and sums of their results may not.
 """
 
 from collections.abc import Iterator

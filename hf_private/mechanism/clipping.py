@@ -49,7 +49,7 @@ class Clipping:
         validate.positive(clip_norm=self.clip_norm, gamma=self.gamma)
         if self.clip_norm < SMALLEST:
             raise ValueError(
-                f"`clip_norm` must be at least {SMALLEST:g}, got {self.clip_norm}: in float32 the squares of such small"
+                f"`clip_norm` must be at least {SMALLEST:g}, got {self.clip_norm}: in float32 the squares of such"
                 " gradients are 0, so they would not be clipped. Scale the learning rate instead."
             )
         if self.mode == "automatic" and math.isinf(self.clip_norm):

@@ -186,12 +186,12 @@ def test_ranks_that_the_trainer_does_not_know_of_are_refused(tmp_path: Path) -> 
     """Each would take the whole draw, and a record would count as often as there are ranks."""
     ranks = Ranks.alone()
     ranks.world_size = 2
-    with pytest.raises(ValueError, match="`world_size` must be .*got 1 in TrainingArguments and 2 there"):
+    with pytest.raises(ValueError, match="`world_size`.*got 1.* 2 "):
         check_ranks(ranks, TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
 
 
 def test_wrapped_models_are_refused() -> None:
-    with pytest.raises(ValueError, match="DataParallel"):
+    with pytest.raises(ValueError, match="`.*`.*DataParallel"):
         Shards(nn.DataParallel(nn.Linear(2, 2)), Ranks())
 
 

@@ -72,6 +72,30 @@ def test_coarse_products_and_autocast_around_a_step_change_nothing():
         assert torch.equal(got, wanted[name]), name
 
 
+def test_each_entry_is_freed_once_it_is_summed_and_sums_grow_in_place():
+    alive: weakref.WeakSet = weakref.WeakSet()
+    counts = []
+
+    class Watched(Dense):
+        def __init__(self, g):
+            super().__init__(g)
+            alive.add(self)
+
+        def weighted_sum(self, c, into=None):
+            counts.append(len(alive))
+            return super().weighted_sum(c, into)
+
+    method, sums = Full(), {}
+    method.attach({f"{i}.weight": torch.nn.Parameter(torch.zeros(2)) for i in range(4)})
+    for _ in range(2):
+        entries = {name: Watched(torch.ones(3, 2)) for name in method.parameters}
+        before = {name: total.data_ptr() for name, total in sums.items()}
+        method.add_clipped_sums(entries, Clipping(clip_norm=math.inf), sums)
+        assert not entries and all(sums[name].data_ptr() == address for name, address in before.items())
+    assert counts == [4, 3, 2, 1] * 2
+    assert all(torch.equal(total, torch.full((2,), 6.0)) for total in sums.values())
+
+
 @pytest.mark.parametrize("mode", ["flat", "automatic", "per-layer"])
 @pytest.mark.parametrize("size", [1, 4])
 def test_micro_batches_change_the_speed_only(mode, size):

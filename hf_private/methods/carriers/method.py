@@ -1,7 +1,7 @@
 """RGP and LSG: each targeted weight is trained through two thin matrices, its gradient carriers (lowrank.py).
 
 Carriers and importance come from the weights, which are public because every earlier gradient got noise. The forward
-pass is that of the plain model, since W = L R + (W - L R), and the inputs of a layer can be dropped inside the backward
+pass is that of the plain model, since W = L R + (W - L R), and the inputs of a layer are dropped inside the backward
 pass.
 """
 
@@ -160,7 +160,7 @@ class Carriers(Method):
         return widen(unsharded(self.parameters[name].detach()).flatten(1))
 
     def _reader(self, name: str, step: int) -> Callable[[], Tensor]:
-        """Reads the matrix that the carriers of a weight come from, on demand: a difference is as large as the weight."""
+        """Computes the matrix that the carriers of a weight come from, when needed: it is as large as the weight."""
         if self.source != "history" or step < self.warmup_steps:
             return lambda: self._matrix(name)
 

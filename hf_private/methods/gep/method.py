@@ -18,9 +18,9 @@ Index letters as in persample.py, and j for basis vectors.
 
 import math
 import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import reduce
 from operator import add
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch

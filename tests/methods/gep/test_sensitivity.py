@@ -97,10 +97,10 @@ def test_a_record_that_is_not_finite_is_left_out():
 
 def test_per_layer_clipping_is_refused():
     basis, g = adversarial(10)
-    with pytest.raises(ValueError, match="`clipping` must be one of"):
+    with pytest.raises(ValueError, match="`clipping`"):
         sums_of(basis, g, "dense", Clipping("per-layer"))
     model = MLP()
-    with pytest.raises(ValueError, match="`clipping` must be one of"):
+    with pytest.raises(ValueError, match="`clipping`"):
         resolve_method(AnchorConfig(k=5), model, clipping="per-layer")
 
 
