@@ -1,11 +1,15 @@
 """One private step: clipped, summed, noised once, divided by the expected size, and paid for first."""
 
+import math
+import weakref
+
 import pytest
 import torch
 from scipy import stats
 
 from hf_private.gradients.bookkeeper import BookKeeper
 from hf_private.gradients.method import Full
+from hf_private.gradients.persample import Dense
 from hf_private.mechanism.clipping import Clipping
 from hf_private.mechanism.noise import NoiseSource
 from hf_private.mechanism.step import Mechanism

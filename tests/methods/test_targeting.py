@@ -215,7 +215,7 @@ def test_a_large_head_at_full_rank_is_pointed_out(warnings):
 
 def test_carriers_with_more_numbers_than_the_weight_are_pointed_out(warnings):
     resolve(build("bert"), r=16)
-    assert "more noise than at full rank" in warnings.text and "`rank_pattern`" in warnings.text
+    assert "`rank_pattern`" in warnings.text
     warnings.clear()
     resolve(build("bert"), r=2)
     assert not warnings.records
