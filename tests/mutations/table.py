@@ -746,4 +746,16 @@ MUTANTS = (
         ),
         "tests/publishing/test_release.py::test_every_file_is_decided_by_name",
     ),
+    Mutant(
+        "the card calls a custom method BK",
+        "methods/registry.py",
+        (("if recorded is not None and recorded not in CONFIGURED:", "if False:"),),
+        "tests/recipes/test_powersgd.py::test_the_recipe_runs_with_its_own_method_and_its_card_names_it",
+    ),
+    Mutant(
+        "GEP forgets the residuals of earlier micro-batches",
+        "methods/gep/method.py",
+        (("sums[name] = sums[name].add_(residual) if name in sums else residual", "sums[name] = residual"),),
+        "tests/methods/gep/test_method.py::test_micro_batches_change_nothing",
+    ),
 )
