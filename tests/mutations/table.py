@@ -753,9 +753,9 @@ MUTANTS = (
         "tests/recipes/test_powersgd.py::test_the_recipe_runs_with_its_own_method_and_its_card_names_it",
     ),
     Mutant(
-        "GEP forgets the residuals of earlier micro-batches",
+        "GEP forgets the sums of earlier micro-batches",
         "methods/gep/method.py",
-        (("sums[name] = sums[name].add_(residual) if name in sums else residual", "sums[name] = residual"),),
+        (("sums[block] = sums[block].add_(value) if block in sums else value", "sums[block] = value"),),
         "tests/methods/gep/test_method.py::test_micro_batches_change_nothing",
     ),
 )

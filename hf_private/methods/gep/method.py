@@ -187,7 +187,7 @@ class Anchors(Method):
         dtype = next(iter(embeddings.values())).dtype  # clip factors leave room for the rounding of this type
         factor = clipping.factors({"w": sq_embedding.to(dtype)})["w"]
         for block, w in embeddings.items():
-            sums[block] = weighted_sum(Dense(w), factor, sums.get(block))
+            _accumulate(sums, block, weighted_sum(Dense(w), factor))
         if not self.residual:
             return
 
@@ -202,7 +202,7 @@ class Anchors(Method):
                 residual = -torch.tensordot(embedded, self.basis[name], 1)
                 if name in entries:
                     residual += weighted_sum(entries.pop(name), factor)
-                sums[name] = sums[name].add_(residual) if name in sums else residual
+                _accumulate(sums, name, residual)
 
     def _second_clip_norm(self, clip_norm: float) -> float:
         """S2, from S1."""
@@ -294,6 +294,11 @@ class Anchors(Method):
                 f" vectors in {len(self.groups)} groups: {self.basis_bytes / 2**30:.1f} GiB. Lower `k`, use smaller"
                 " `groups` ('layer'), or target fewer modules."
             )
+
+
+def _accumulate(sums: dict[str, Tensor], block: str, value: Tensor) -> None:
+    """Add a micro-batch's part to a block; the first part becomes the sum."""
+    sums[block] = sums[block].add_(value) if block in sums else value
 
 
 class _PublicBook(Method):
