@@ -1,4 +1,4 @@
-"""Argument checks shared by every room.
+"""Argument checks that all packages share.
 
 Each check takes its arguments by keyword, so that the message can name them:
 
@@ -21,35 +21,35 @@ def _number(name: str, value: Any, wanted: str) -> float:
 
 
 def positive(**values: Any) -> None:
-    """Demand numbers greater than 0 (infinity is allowed)."""
+    """Require numbers greater than 0 (infinity is allowed)."""
     for name, value in values.items():
         if _number(name, value, "> 0") <= 0:
             raise ValueError(f"`{name}` must be > 0, got {value!r}.")
 
 
 def non_negative(**values: Any) -> None:
-    """Demand numbers of at least 0 (infinity is allowed)."""
+    """Require numbers of at least 0 (infinity is allowed)."""
     for name, value in values.items():
         if _number(name, value, ">= 0") < 0:
             raise ValueError(f"`{name}` must be >= 0, got {value!r}.")
 
 
 def probability(**values: Any) -> None:
-    """Demand numbers strictly between 0 and 1."""
+    """Require numbers strictly between 0 and 1."""
     for name, value in values.items():
         if not 0 < _number(name, value, "between 0 and 1") < 1:
             raise ValueError(f"`{name}` must be between 0 and 1, got {value!r}.")
 
 
 def integer_at_least(lower: int, **values: Any) -> None:
-    """Demand whole numbers of at least `lower`."""
+    """Require whole numbers of at least `lower`."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < lower:
             raise ValueError(f"`{name}` must be a whole number >= {lower}, got {value!r}.")
 
 
 def one_of(allowed: Collection[Any], **values: Any) -> None:
-    """Demand one of the allowed values."""
+    """Require one of the allowed values."""
     for name, value in values.items():
         if value not in allowed:
             raise ValueError(f"`{name}` must be one of {', '.join(map(repr, allowed))}, got {value!r}.")

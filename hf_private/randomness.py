@@ -1,7 +1,7 @@
-"""Randomness from the operating system: secret keys, their streams, and fresh seeds for everybody else's generators.
+"""Randomness from the operating system: secret keys, their streams, and fresh seeds for the global generators.
 
 A `Key` is 32 secret bytes. A label such as ("noise", step, name) selects one of its streams, and a position selects a
-place in that stream, so every draw is a pure function of (key, label, position), for any rank and in any order.
+word of that stream. Every draw is a pure function of (key, label, position), on any rank and in any order.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ _LOW_53_BITS = (1 << 53) - 1
 class Key:
     """32 secret bytes that are never shown, copied or saved.
 
-    `Key()` asks the operating system. `Key(fixed)` repeats itself: it is meant for tests, and whoever uses it must say
-    that the run is not private (`reproducible` is True).
+    `Key()` asks the operating system. `Key(fixed)` is for tests: its draws can be repeated, so the run is not private
+    and must say so (`reproducible` is True).
 
     >>> Key()
     Key(secret)
@@ -37,11 +37,11 @@ class Key:
     __slots__ = ("_bytes", "reproducible")
 
     def __init__(self, fixed: bytes | None = None) -> None:
-        if fixed is not None and (not isinstance(fixed, bytes) or len(fixed) != KEY_BYTES):
-            got = f"{len(fixed)} bytes" if isinstance(fixed, bytes) else type(fixed).__name__
-            raise ValueError(f"`key` must be {KEY_BYTES} bytes or None (drawn from the operating system), got {got}.")
-        self._bytes = os.urandom(KEY_BYTES) if fixed is None else fixed
         self.reproducible = fixed is not None
+        self._bytes = os.urandom(KEY_BYTES) if fixed is None else fixed
+        if not isinstance(self._bytes, bytes) or len(self._bytes) != KEY_BYTES:
+            got = f"{len(self._bytes)} bytes" if isinstance(fixed, bytes) else type(fixed).__name__
+            raise ValueError(f"`key` must be {KEY_BYTES} bytes or None (drawn from the operating system), got {got}.")
 
     @classmethod
     def shared(cls, broadcast: Callable[[bytes], bytes]) -> "Key":
@@ -52,13 +52,13 @@ class Key:
 
     @classmethod
     def of(cls, key: "Key | bytes | None") -> "Key":
-        """What a constructor's `key` argument means: a `Key` is kept, bytes are fixed, None is drawn."""
+        """The key for a `key` argument: a `Key` is returned as it is, bytes make a fixed key, None draws one."""
         return key if isinstance(key, Key) else cls(key)
 
     def stream(self, *label: str | int) -> "Keystream":
         """The stream that belongs to `label`."""
-        # A subkey for each label: streams of different labels cannot overlap, however long they are. JSON keeps
-        # ("a", 1) and ("a1",) apart.
+        # A subkey for each label: streams of different labels cannot overlap, however long they are. JSON
+        # distinguishes ("a", 1) from ("a1",).
         return Keystream(hmac.digest(self._bytes, json.dumps(label).encode(), hashlib.sha256))
 
     def __repr__(self) -> str:
@@ -69,15 +69,15 @@ class Key:
 
 
 def refuse_to_copy(thing: object) -> NoReturn:
-    """Why what holds a key can be neither pickled nor copied."""
+    """Raise the error for an object that holds a key and is pickled or copied."""
     raise TypeError(
-        f"`{type(thing).__name__}` cannot be pickled or copied: it holds a secret key, and whoever has the key can "
+        f"`{type(thing).__name__}` cannot be pickled or copied: it holds a secret key, and anyone with the key can "
         "undo the privacy of the run. Make a new one, which draws a new key."
     )
 
 
 class Keystream:
-    """AES-256 in counter mode: an endless sequence of random 64-bit words that can be read from any even position.
+    """AES-256 in counter mode: an endless sequence of random 64-bit words, readable from any even position.
 
     >>> words = Key(bytes(32)).stream("doctest").words(0, 8)
     >>> torch.equal(words[6:], Key(bytes(32)).stream("doctest").words(6, 2))
@@ -96,8 +96,8 @@ class Keystream:
             raise ValueError(f"`start` and `count` must be even (whole AES blocks), got {start} and {count}.")
         if count == 0:
             return torch.empty(0, dtype=torch.int64)
-        words = np.zeros(count + _BLOCK_WORDS, dtype=np.int64)  # older `update_into` wants a spare block in its buffer
-        text = memoryview(words).cast("B")
+        words = np.zeros(count + _BLOCK_WORDS, dtype=np.int64)  # older `update_into` needs a spare block in its buffer
+        text = words.data.cast("B")
         cipher = Cipher(algorithms.AES(self._subkey), modes.CTR(block.to_bytes(16, "big")))
         cipher.encryptor().update_into(text[: 8 * count], text)  # the keystream is the encryption of zeros
         return torch.from_numpy(words[:count])
@@ -113,8 +113,8 @@ class Keystream:
 def reseed_global() -> None:
     """Seed the global generators of `random`, numpy and torch from the operating system.
 
-    Dropout masks, masking collators and augmentation draw from these, and Trainer seeds them from `args.seed`, which
-    is published. Called at every step, so that nobody can replay a mask.
+    Dropout masks, masking collators and augmentation draw from them, and Trainer seeds them from `args.seed`, which
+    is published. Every step calls this function, so that nobody can replay a mask.
 
     >>> torch.manual_seed(0); first = torch.rand(1)  # doctest: +ELLIPSIS
     <torch...>
@@ -124,6 +124,6 @@ def reseed_global() -> None:
     """
     random.seed(os.urandom(KEY_BYTES))
     np.random.seed(np.frombuffer(os.urandom(KEY_BYTES), dtype=np.uint32))
-    # On CPU torch keeps only 32 bits of the seed: manual_seed(s) and manual_seed(s + 2**32) are the same generator.
-    # That is enough to unpublish a dropout mask, not to hide a record: noise and sampling use `Key` instead.
+    # On CPU torch keeps only 32 bits of the seed: manual_seed(s) and manual_seed(s + 2**32) give the same generator.
+    # That is enough for a dropout mask, but not to hide a record: noise and sampling use `Key` instead.
     torch.manual_seed(int.from_bytes(os.urandom(8), "little"))

@@ -1,7 +1,7 @@
-"""What the papers plot: stable rank of gradients, projection residuals, and how much noise each method adds.
+"""Quantities that the papers plot: stable rank of gradients, projection residuals, and the noise of each method.
 
-Gradients of private records are private, and so is every number computed from them here. Use public records, or know
-that what you print is not covered by the guarantee.
+Gradients of private records are private, and so is every number computed from them here. Use public records, or accept
+that the guarantee does not cover what you print.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ from hf_private.methods.carriers.method import Carriers
 
 
 def stable_rank(gradient: Tensor) -> float:
-    """|G|_F^2 / |G|_2^2 of a gradient (rows, columns...): how many directions carry it (RGP, Fig. 2).
+    """|G|_F^2 / |G|_2^2 of a gradient (rows, columns...): its number of relevant directions (RGP, Fig. 2).
 
     >>> stable_rank(torch.eye(5))
     5.0
@@ -29,16 +29,16 @@ def stable_rank(gradient: Tensor) -> float:
 
 
 def principal(matrix: Tensor, r: int) -> tuple[Tensor, Tensor]:
-    """The r-SVD's directions of a matrix (rows, columns...): U (rows, r) and V^T (r, columns)."""
+    """The first r singular vectors of a matrix (rows, columns...): U (rows, r) and V^T (r, columns)."""
     u, _, vh = torch.linalg.svd(matrix.flatten(1), full_matrices=False)
     return u[:, :r], vh[:r]
 
 
 def projection_residual(gradient: Tensor, left: Tensor, right: Tensor) -> float:
-    """|(I - L L^T) G (I - R^T R)|_F / |G|_F: the part that orthonormal L (rows, r) and R (r, columns) miss.
+    """|(I - L L^T) G (I - R^T R)|_F / |G|_F: the part outside of orthonormal L (rows, r) and R (r, columns).
 
     With the directions of an earlier gradient, `principal(before, r)`, this is Eq. (5) of RGP, the historical
-    residual; with those of the gradient itself Eq. (6), the self residual.
+    residual. With those of the gradient itself it is Eq. (6), the self residual.
 
     >>> g = torch.diag(torch.tensor([4.0, 3.0, 0.0]))
     >>> round(projection_residual(g, *principal(g, r=1)), 4), round(projection_residual(g, *principal(g, r=2)), 4)
@@ -66,8 +66,8 @@ def gradient_report(
     """
     if public is not True:
         raise ValueError(
-            f"`public` must be True, got {public!r}. Gradients of private records, and their ranks and residuals, are"
-            " not covered by the guarantee: use public records, or say that you accept it."
+            f"`public` must be True, got {public!r}. The guarantee does not cover gradients of private records, nor"
+            " their ranks and residuals: use public records, or state that you accept this."
         )
     parameters = {name: trainable(model)[name] for name in method.targets}
     found = torch.autograd.grad(per_sample_loss(model, batch).sum(), list(parameters.values()))
@@ -100,7 +100,7 @@ def noise_energy(method: Method, noise_multiplier: float = 1.0, clip_norm: float
 def dimensions_by_method(model: nn.Module, config: CarrierConfig) -> dict[str, dict[str, int]]:
     """For the full gradient and for carriers: how many numbers are trained, and how many get noise.
 
-    `start_bytes` is the memory of W_0, which only source="history" keeps. The model stays as it is.
+    `start_bytes` is the memory of W_0, which only source="history" keeps. The model does not change.
 
     >>> from transformers import BertConfig, BertForSequenceClassification
     >>> model = BertForSequenceClassification(BertConfig(num_hidden_layers=1, vocab_size=100))
@@ -132,7 +132,7 @@ def dimensions_by_method(model: nn.Module, config: CarrierConfig) -> dict[str, d
 
 
 def _attached(config: CarrierConfig, model: nn.Module) -> Carriers:
-    """The method that `config` means for the model, which is not frozen for it."""
+    """The method of `config` for the model, without freezing anything."""
     method, selection = carriers_of(config, model)
     trained = selection.full | method.targets.keys()
     method.attach({name: p for name, p in trainable(model).items() if name in trained})

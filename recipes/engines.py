@@ -1,10 +1,11 @@
-"""What the benchmark compares: models, batches, and engines, each of which makes a model ready and returns one step.
+"""What the benchmark compares: models, batches, and engines. An engine prepares a model and returns one step.
 
-A step is a forward and a backward pass; for private engines with clipping and summing, without noise and optimizer.
-The engines of other libraries are in peers.py.
+A step is a forward and a backward pass; private engines also clip and sum, without noise and optimizer. The engines of
+other libraries are in peers.py.
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import transformers as hf
@@ -20,31 +21,31 @@ from hf_private.methods.gep.public_data import AnchorBooks
 from hf_private.methods.registry import resolve_method
 from hf_private.tasks.losses import PerSampleLoss
 
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 Step = Callable[[], None]
 
 
 # ---- models and batches
 
 
-def bert(**changes) -> nn.Module:
-    return hf.BertForSequenceClassification(hf.BertConfig(**NO_DROPOUT | changes))
+def bert(**changes: Any) -> hf.PreTrainedModel:
+    return hf.BertForSequenceClassification(hf.BertConfig(**NO_DROPOUT, **changes))
 
 
-def minilm() -> nn.Module:
+def minilm() -> hf.PreTrainedModel:
     return bert(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
 
 
-def roberta() -> nn.Module:
+def roberta() -> hf.PreTrainedModel:
     return hf.RobertaForSequenceClassification(hf.RobertaConfig(**NO_DROPOUT, max_position_embeddings=514))
 
 
-def gpt2(tied: bool) -> nn.Module:
+def gpt2(tied: bool) -> hf.PreTrainedModel:
     config = hf.GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, tie_word_embeddings=tied)
     return hf.GPT2LMHeadModel(config)
 
 
-def llama() -> nn.Module:
+def llama() -> hf.PreTrainedModel:
     config = hf.LlamaConfig(
         vocab_size=32000, hidden_size=640, intermediate_size=1728, num_hidden_layers=12, num_attention_heads=10,
         num_key_value_heads=5,
@@ -52,11 +53,11 @@ def llama() -> nn.Module:
     return hf.LlamaForCausalLM(config)
 
 
-def vit() -> nn.Module:
+def vit() -> hf.PreTrainedModel:
     return hf.ViTForImageClassification(hf.ViTConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
+MODELS: dict[str, Callable[[], hf.PreTrainedModel]] = {
     "bert": bert,
     "roberta": roberta,
     "minilm": minilm,
@@ -67,7 +68,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def make_batch(model: nn.Module, name: str, batch_size: int, length: int) -> dict[str, Tensor]:
+def make_batch(model: hf.PreTrainedModel, name: str, batch_size: int, length: int) -> dict[str, Tensor]:
     if name == "vit":
         return {"pixel_values": torch.randn(batch_size, 3, 224, 224), "labels": torch.randint(2, (batch_size,))}
     ids = torch.randint(1000, 20000, (batch_size, length))
@@ -95,21 +96,22 @@ def private(model: nn.Module, batch: dict, carriers: CarrierConfig | None = None
 
 
 def with_method(model: nn.Module, batch: dict, method: Method) -> Step:
-    """One micro-batch. Carriers and anchor subspaces are computed, and the book opened, once per logical step, which
-    has many of them."""
+    """One micro-batch. Carriers, anchor subspaces and the open book belong to the logical step, which has many
+    micro-batches, so they are made once."""
     method.attach(trainable(model))
-    loss, clipping = PerSampleLoss(model), Clipping("flat", 1.0)
+    loss = PerSampleLoss(model)
+    clipping = Clipping("flat", 1.0)
     method.begin_step(0)
-    book = BookKeeper(model, method).__enter__()  # stays open: nothing else is done with this model
+    book = BookKeeper(model, method).__enter__()  # stays open: nothing else uses this model
 
     def step() -> None:
         book.backward(loss(model, batch))
-        dict(method.clipped_sums(book.pop_entries(), clipping))
+        method.add_clipped_sums(book.pop_entries(), clipping, {})
 
     return step
 
 
-def lora(model: nn.Module) -> nn.Module:
+def lora(model: hf.PreTrainedModel) -> nn.Module:
     head = [name for name in ("classifier", "score") if hasattr(model, name)]
     in_first = model.config.model_type == "gpt2"  # its Conv1D has its weights the other way round
     config = LoraConfig(r=8, target_modules="all-linear", modules_to_save=head or None, fan_in_fan_out=in_first)
@@ -124,20 +126,20 @@ def anchors(model: nn.Module, public: Callable[[int], Iterator[dict]], num_ancho
     return method
 
 
-def gep(model: nn.Module, batch: dict) -> Step:
+def gep(model: hf.PreTrainedModel, batch: dict) -> Step:
     """GEP on LoRA's weights: a basis of whole models would be k times as large as they are."""
-    model = lora(model)
-    return with_method(model, batch, anchors(model, lambda step: iter([batch])))
+    adapted = lora(model)
+    return with_method(adapted, batch, anchors(adapted, lambda step: iter([batch])))
 
 
-def frozen(model: nn.Module, batch: dict) -> Step:
-    """The yardstick of carriers: input gradients only, down to the first layer, no weight gradient."""
+def frozen(model: hf.PreTrainedModel, batch: dict) -> Step:
+    """The yardstick for carriers: input gradients down to the first layer, and no weight gradient."""
     model.requires_grad_(False)
     model.get_input_embeddings().register_forward_hook(lambda _m, _i, y: y.requires_grad_())
     return lambda: model(**batch).loss.backward()
 
 
-OURS: dict[str, Callable[[nn.Module, dict], Step]] = {
+OURS: dict[str, Callable[[hf.PreTrainedModel, dict], Step]] = {
     "plain": plain,
     "bk": private,
     "rgp": lambda model, batch: private(model, batch, CarrierConfig(r=8)),

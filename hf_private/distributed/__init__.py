@@ -1,1 +1,1 @@
-"""Several processes that train together: DDP by one sum, FSDP2 by shards."""
+"""Training on several processes: DDP with one sum over the ranks, FSDP2 with shards."""

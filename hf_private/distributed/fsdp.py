@@ -1,11 +1,11 @@
 """FSDP2: each rank holds some rows of every weight, and of its clipped sum, noise and gradient.
 
-`fully_shard` gathers a layer's weights for its forward and for its backward pass, so that per-sample gradients are
-computed from whole layers and whole records, as on one rank. What differs is told here: every micro-batch is a series
-of collectives, which all ranks must run equally often; a clipped sum is added up over the ranks by a reduce-scatter,
-layer by layer, that leaves each rank its rows; and these rows get their own slice of the noise.
+`fully_shard` gathers the weights of a layer for its forward and backward pass, so per-sample gradients are computed
+from whole layers and whole records, as on one rank. Three things differ. Every micro-batch is a series of collectives,
+which all ranks must run equally often. The weighted sum of a per-sample gradient is reduced and scattered over the
+ranks, layer by layer, so that each rank keeps its rows. And these rows get their own slice of the noise.
 
-Blocks that are no parameter (gradient carriers) are small: every rank has them whole.
+Blocks that are not parameters (gradient carriers) are small: every rank holds them whole.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial
 
 from hf_private.gradients.bookkeeper import trainable
+from hf_private.gradients.persample import Grams, PerSample
 from hf_private.gradients.tensors import accumulation_dtype
 
 from .ranks import Ranks
@@ -32,8 +33,44 @@ class Rows(NamedTuple):
     stop: int
 
 
+class Scattered(PerSample):
+    """Per-sample gradients of a sharded parameter: a weighted sum covers all ranks, and each keeps its rows of it.
+
+    Norms are those of `value`, the gradients of this rank's `num_records` records. `value` is None if they do not
+    reach the parameter: this rank then contributes zeros, because the sum is a collective.
+    """
+
+    def __init__(self, value: PerSample | None, parameter: DTensor, num_records: int, ranks: Ranks) -> None:
+        self.value = value
+        self.parameter = parameter
+        self.num_records = num_records
+        self.ranks = ranks
+
+    def _zeros(self, *shape: int) -> Tensor:
+        p = self.parameter
+        return torch.zeros(shape, dtype=accumulation_dtype(p), device=p.device_mesh.device_type)
+
+    def sq_norm(self, grams: Grams | None = None) -> Tensor:
+        return self._zeros(self.num_records) if self.value is None else self.value.sq_norm(grams)
+
+    def weighted_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
+        p = self.parameter
+        total = self._zeros(*p.shape) if self.value is None else self.value.weighted_sum(c).to(accumulation_dtype(p))
+        self.ranks.reduced_bytes += total.numel() * total.element_size()
+        parts = DTensor.from_local(total, p.device_mesh, [Partial()] * p.device_mesh.ndim, run_check=False)
+        rows = parts.redistribute(placements=p.placements).to_local()
+        return rows if into is None else into.add_(rows)
+
+    def dense(self) -> Tensor:
+        return self._zeros(self.num_records, *self.parameter.shape) if self.value is None else self.value.dense()
+
+    def masked(self, keep: Tensor) -> "Scattered":
+        value = None if self.value is None else self.value.masked(keep)
+        return Scattered(value, self.parameter, self.num_records, self.ranks)
+
+
 class Shards:
-    """How the trainable parameters of a model lie on the ranks; without FSDP2 all of it is trivial.
+    """How the trainable parameters of a model are sharded over the ranks. Without FSDP2 they are all whole.
 
     Args:
         dummy: Makes a public micro-batch, for ranks that have run out of records while others have not.
@@ -44,22 +81,25 @@ class Shards:
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks, dummy: Callable[[], Batch] | None = None) -> None:
-        self.ranks, self.dummy = ranks, dummy
+        self.ranks = ranks
+        self.dummy = dummy
         self.modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.parameters = trainable(model)
         _refuse_others(model, self.modules)
-        self.rows = {name: _rows(name, p) for name, p in self.parameters.items() if isinstance(p, DTensor)}
-        for name in self.rows:
-            mesh = self.parameters[name].device_mesh
-            if mesh.size() != ranks.world_size:  # two halves would add the same noise to different sums
+        self.rows: dict[str, Rows] = {}
+        for name, p in self.parameters.items():
+            if not isinstance(p, DTensor):
+                continue
+            self.rows[name] = _rows(name, p)
+            if p.device_mesh.size() != ranks.world_size:  # two halves would add the same noise to different sums
                 raise ValueError(
-                    f"`{name}` must be spread over all {ranks.world_size} ranks, got a mesh of {mesh.size()}. Let the"
-                    " mesh of FSDP2 cover all ranks; with a replicated axis it may shard over some of them."
+                    f"`{name}` must be spread over all {ranks.world_size} ranks, got a mesh of {p.device_mesh.size()}."
+                    " Let the mesh of FSDP2 cover all ranks; with a replicated axis it may shard over some of them."
                 )
         if self.sharded and dummy is None:
             raise ValueError(
                 "`dummy` must be given for a model under FSDP2, got None: a rank without records needs a public batch"
-                " to take part in the others' collectives."
+                " to take part in the collectives of the others."
             )
 
     @property
@@ -68,102 +108,113 @@ class Shards:
         return bool(self.modules)
 
     def micro_batches(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
-        """This rank's micro-batches, and whether they count: dummies, which do not, until all ranks have run out."""
+        """This rank's micro-batches, and whether they count. Dummies, which do not count, follow until every rank has
+        run out of records."""
         if not self.sharded:
             yield from ((batch, True) for batch in batches)
             return
-        batches = iter(batches)
+        assert self.dummy is not None
+        remaining = iter(batches)
         while True:
-            batch = next(batches, None)
+            batch = next(remaining, None)
             if not self.ranks.any(batch is not None):
                 return
             yield (self.dummy(), False) if batch is None else (batch, True)
 
-    def scattered(self, sums: Mapping[str, Tensor], blocks: Mapping[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
-        """A micro-batch's clipped sums; of sharded parameters this rank's rows, added up over the ranks."""
-        for block, shape in blocks.items():
-            if block not in self.rows:
-                if block in sums:
-                    yield block, sums[block]
-                continue
-            p = self.parameters[block]
-            dtype, device = accumulation_dtype(p), p.device_mesh.device_type
-            total = sums[block].to(dtype) if block in sums else torch.zeros(shape, dtype=dtype, device=device)
-            self.ranks.reduced_bytes += total.numel() * total.element_size()
-            parts = DTensor.from_local(total, p.device_mesh, [Partial()] * p.device_mesh.ndim, run_check=False)
-            yield block, parts.redistribute(placements=p.placements).to_local()
+    def scattered(
+        self, entries: dict[str, PerSample], blocks: Iterable[str], num_records: int
+    ) -> dict[str, PerSample]:
+        """The entries of a micro-batch with those of sharded parameters as `Scattered`, in the same order on every
+        rank, and complete: an entry that is missing here may exist on another rank."""
+        if not self.sharded:
+            return entries
+        result: dict[str, PerSample] = {}
+        for block in blocks:
+            if block in self.rows:
+                result[block] = Scattered(entries.pop(block, None), self._shard(block), num_records, self.ranks)
+            elif block in entries:
+                result[block] = entries.pop(block)
+        return result
+
+    def _shard(self, name: str) -> DTensor:
+        p = self.parameters[name]
+        assert isinstance(p, DTensor)
+        return p
 
     def shape(self, block: str, shape: torch.Size) -> torch.Size:
-        """The shape of what this rank holds of a block."""
+        """The shape of this rank's part of a block."""
         rows = self.rows.get(block)
         return shape if rows is None else torch.Size((rows.stop - rows.start, *shape[1:]))
 
     def offsets(self) -> dict[str, int]:
-        """Where this rank's rows begin in the whole parameter, counted in elements: noise is a function of it."""
+        """The index of the first element of this rank's rows in the whole parameter; the noise depends on it."""
         return {name: rows.start * self.parameters[name].shape[1:].numel() for name, rows in self.rows.items()}
 
     def gradient(self, name: str, gradient: Tensor, whole: bool) -> Tensor:
-        """What becomes `.grad`: of a whole gradient this rank's rows, as the parameter is sharded."""
-        p = self.parameters[name]
+        """The tensor for `.grad`: of a whole gradient this rank's rows, sharded like the parameter."""
         if name not in self.rows:
-            return gradient.to(p.dtype)
+            return gradient.to(self.parameters[name].dtype)
+        p = self._shard(name)
         if whole:
-            gradient = gradient[slice(*self.rows[name])].clone()  # not a view, which would keep the rest
+            gradient = gradient[slice(*self.rows[name])].clone()  # a view would keep the other rows in memory
         return DTensor.from_local(
             gradient.to(p.dtype), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
         )
 
 
 def run_collectively(ranks: Ranks, model: nn.Module, action: Callable[..., T], *args: Any) -> T:
-    """Run the model on all ranks; if that fails on one it is an error on all.
+    """Run the model on all ranks; a failure on one rank is an error on all of them.
 
-    Under FSDP2 every layer is a collective: a rank that fails cannot say so in between. It must end, and with it the
-    collective that the others are in.
+    Under FSDP2 every layer is a collective, so a rank that fails cannot tell the others in between. Its process must
+    end, which ends the collective that the others wait in.
     """
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     return action(*args) if sharded else ranks.run_on_all(action, *args)
 
 
 def _rows(name: str, p: DTensor) -> Rows:
-    """Which rows of a parameter this rank holds; sharding cuts the first axis as `torch.chunk` does."""
-    mesh, cut = p.device_mesh, [axis for axis, placement in enumerate(p.placements) if placement.is_shard()]
+    """The rows of a parameter that this rank holds; sharding cuts the first axis as `torch.chunk` does."""
+    mesh = p.device_mesh
+    cut = [axis for axis, placement in enumerate(p.placements) if placement.is_shard()]
     if len(cut) > 1 or any(not p.placements[axis].is_shard(0) for axis in cut):
         raise ValueError(
-            f"`{name}` must be sharded along its first axis, once, got placements {p.placements}. Tensor parallelism"
-            " is not supported: records' gradients would be split over devices. Use FSDP2 with its default placement."
+            f"`{name}` must be sharded once, along its first axis, got placements {p.placements}. Tensor parallelism"
+            " is not supported, because it splits the gradients of records over devices. Use FSDP2 with its default"
+            " placement."
         )
-    if p.to_local().device.type != mesh.device_type:
+    local = p.to_local()
+    if local.device.type != mesh.device_type:
         raise ValueError(
-            f"`{name}` must stay on {mesh.device_type!r}, got {p.to_local().device.type!r}. Turn off the CPU offload"
-            " of FSDP2: sums and noise are made where the records are."
+            f"`{name}` must stay on {mesh.device_type!r}, got {local.device.type!r}. Turn off the CPU offload of"
+            " FSDP2: sums and noise are computed on the device of the records."
         )
     if not cut:
         return Rows(0, p.shape[0])
     size = -(-p.shape[0] // mesh.size(cut[0]))
     start = min(mesh.get_local_rank(cut[0]) * size, p.shape[0])
     rows = Rows(start, min(start + size, p.shape[0]))
-    if p.to_local().shape[0] != rows.stop - rows.start:
-        raise RuntimeError(f"`{name}` must have rows {rows} on this rank, got {p.to_local().shape[0]} of them.")
+    if local.shape[0] != rows.stop - rows.start:
+        raise RuntimeError(f"`{name}` must have rows {rows} on this rank, got {local.shape[0]} of them.")
     return rows
 
 
-def _refuse_others(model: nn.Module, sharded: list[nn.Module]) -> None:
-    """Ways to spread a model over ranks that are not supported."""
+def _refuse_others(model: nn.Module, sharded: Iterable[nn.Module]) -> None:
+    """Refuse unsupported ways to spread a model over ranks."""
     managed = {id(p) for module in sharded for p in module.parameters()}
     for name, p in model.named_parameters():
         if isinstance(p, DTensor) and id(p) not in managed:
             raise ValueError(
-                f"`{name}` must be whole or sharded by FSDP2 (`fully_shard`), got a DTensor of something else. Tensor"
-                " parallelism is not supported: records' gradients would be split over devices."
+                f"`{name}` must be whole or sharded by FSDP2 (`fully_shard`), got another DTensor. Tensor parallelism"
+                " is not supported, because it splits the gradients of records over devices."
             )
     for path, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             raise ValueError(
-                f"`{path}` is wrapped by FSDP1, which flattens parameters, so that layers cannot be told apart. Use"
-                " FSDP2 (`fully_shard`, or fsdp_config={'version': 2})."
+                f"`{path}` must not be wrapped by FSDP1, which flattens parameters and so hides the layers. Use FSDP2"
+                " (`fully_shard`, or fsdp_config={'version': 2})."
             )
         if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
             raise ValueError(
-                f"`{path}` is a {type(module).__name__}: it would reduce gradients by itself. Pass the model inside it"
-                " (`.module`); the ranks' clipped sums are added up here."
+                f"`{path}` must not be a {type(module).__name__}, which reduces gradients itself. Pass the model"
+                " inside it (`.module`); hf_private adds up the clipped sums of the ranks."
             )

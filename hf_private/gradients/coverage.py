@@ -18,7 +18,7 @@ RULE_NAMES = {
 
 @dataclass
 class Entry:
-    """One parameter: `status` is covered, frozen or refused; `note` is the rule, or the reason with its remedy."""
+    """One parameter: `status` is covered, frozen or refused; `note` is the rule, or the reason and the remedy."""
 
     name: str
     size: int
@@ -27,10 +27,10 @@ class Entry:
 
 
 def coverage(model: nn.Module, loss: Callable[[], Tensor]) -> list[Entry]:
-    """Run one backward pass under the BookKeeper and say what became of every parameter.
+    """Run one backward pass under the BookKeeper and report the status of every parameter.
 
-    Each refusal is noted, its parameters are frozen, and the pass is tried again, so that all refusals are found. What
-    remains trainable afterwards is what could be trained.
+    Each refusal is noted, its parameters are frozen, and the pass runs again, so that all refusals are found. The
+    parameters that are still trainable afterwards can be trained.
     """
     parameters = dict(model.named_parameters())
     rules: dict[int, set[str]] = {}
@@ -40,13 +40,13 @@ def coverage(model: nn.Module, loss: Callable[[], Tensor]) -> list[Entry]:
     frozen = {name for name, p in parameters.items() if not p.requires_grad}
     refused = _refused_kinds(model)
     reached: set[str] = set()
-    while not parameters.keys() <= frozen | refused.keys():
+    while parameters.keys() - frozen - refused.keys():
         for name in refused:
             parameters[name].requires_grad_(False)
         try:
             with BookKeeper(model) as book:
                 book.backward(loss())
-                reached = set(book.records())
+                reached = set(book.entries())
             break
         except UncoveredError as error:
             open_names = [name for name in parameters if name not in refused and name not in frozen]
@@ -58,14 +58,14 @@ def coverage(model: nn.Module, loss: Callable[[], Tensor]) -> list[Entry]:
         if name in refused:
             return Entry(name, p.numel(), "refused", refused[name])
         if name not in reached:
-            return Entry(name, p.numel(), "refused", f"Takes no part in the loss. Remedy: {REMEDY}.")
+            return Entry(name, p.numel(), "refused", f"The loss does not depend on it. Remedy: {REMEDY}.")
         return Entry(name, p.numel(), "covered", " + ".join(sorted(rules[id(p)])))
 
     return [entry(name, p) for name, p in parameters.items()]
 
 
 def without(model: nn.Module, entries: list[Entry]) -> nn.Module:
-    """The model with everything frozen that `entries` call refused, so that the rest can be trained."""
+    """The model with all refused parameters frozen, so that the others can be trained."""
     _refused_kinds(model)
     refused = {entry.name for entry in entries if entry.status == "refused"}
     for name, p in model.named_parameters():
@@ -74,13 +74,13 @@ def without(model: nn.Module, entries: list[Entry]) -> nn.Module:
 
 
 def _rule(site: Site) -> str:
-    """The nearest torch class of a module, or how its parameters are told apart otherwise."""
+    """The name of the rule: a torch class of the module, or the way its per-sample gradients are separated."""
     kinds = [kind.__name__.strip("_") for kind in type(site.module).__mro__ if kind.__module__.startswith("torch.nn")]
     return RULE_NAMES.get(site.kind) or next((kind for kind in kinds if kind != "Module"), type(site.module).__name__)
 
 
 def _refused_kinds(model: nn.Module) -> dict[str, str]:
-    """Parameters of modules that are refused by their kind; the modules go to eval mode, where they harm nobody."""
+    """Parameters of modules that are refused by their kind; puts these modules into eval mode, where they are safe."""
     found = {}
     for path, module in model.named_modules():
         if reason := refusal(module):
@@ -90,6 +90,7 @@ def _refused_kinds(model: nn.Module) -> dict[str, str]:
 
 
 def _blamed(message: str, candidates: list[str]) -> list[str]:
-    """The parameters that an error names, itself or by their module's path; all of them if it names none."""
+    """The parameters that an error names, directly or by the path of their module; all of them if it names none."""
     named = re.findall(r"`([^`]+)`", message.partition("Remedy")[0])
-    return [c for c in candidates if any(c == n or c.startswith(f"{n}.") for n in named)] or candidates
+    blamed = [name for name in candidates if any(f"{name}.".startswith(f"{path}.") for path in named)]
+    return blamed or candidates

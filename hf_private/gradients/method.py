@@ -1,9 +1,8 @@
-"""BK: every trainable parameter at full rank (Bu et al. 2022). Also the base that other methods change."""
+"""BK: every trainable parameter at full rank (Bu et al. 2022). Also the base class of the other methods."""
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,78 +10,77 @@ from torch import Tensor, nn
 from .persample import Dense, Outer, PerSample, sq_norms, weighted_sum
 
 
-class Factors(Protocol):
-    """What a method needs of clipping.Clipping: factors (N,) by block from squared norms (N,) by block."""
+class Clip(Protocol):
+    """What a method needs of `mechanism.clipping.Clipping`."""
 
-    def factors(self, sq_norms: Mapping[str, Tensor], blocks: Mapping[str, torch.Size]) -> dict[str, Tensor]: ...
+    @property
+    def mode(self) -> str: ...
 
+    @property
+    def clip_norm(self) -> float: ...
 
-class Lazily(Mapping[str, Tensor]):
-    """Tensors by name, each made once, when it is asked for, and then forgotten with all that it was made from: the
-    tensors together may be as large as the model, and the book larger. What is in `onto` is given to its maker."""
+    def factors(self, sq_norms: Mapping[str, Tensor], blocks: Any = None) -> dict[str, Tensor]:
+        """Factors (N,) by block, from squared norms (N,) by block."""
+        ...
 
-    def __init__(self, makers: Mapping[str, Callable[..., Tensor]], onto: Mapping[str, Tensor] | None = None) -> None:
-        self._makers, self._onto = dict(makers), onto or {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        make = self._makers.pop(name)
-        return make(self._onto[name]) if name in self._onto else make()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._makers
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(self._makers))
-
-    def __len__(self) -> int:
-        return len(self._makers)
+    def with_norm(self, clip_norm: float) -> "Clip":
+        """The same mode with another clip norm."""
+        ...
 
 
 class Method:
-    """A gradient method; this base releases every trainable parameter's clipped sum itself.
+    """A gradient method. This base class releases the clipped sum of every trainable parameter.
 
-    A *block* is one released tensor. Here the blocks are the parameters, by name; a method that releases something
-    else (low-rank factors, embeddings) changes `observe`, `blocks`, `gradients` and, if it must, the rest.
+    A *block* is one released tensor. Here the blocks are the parameters, by name. A method that releases something
+    else (low-rank factors, embeddings) overrides `observe`, `blocks`, `gradient` and, if needed, the rest.
     """
 
     drops_inputs = False  # whether `observe` reduces (a, ds) to something smaller, inside the backward pass
-    takes_shards = False  # under FSDP2 `parameters` are DTensors, and so is what is summed for a block named as one
+    # Whether the method works under FSDP2. There `parameters` are DTensors, and summing an entry is a collective that
+    # leaves each rank its rows: `add_clipped_sums` must sum every entry once, in the order of `entries`.
+    takes_shards = False
+
+    parameters: dict[str, nn.Parameter]
+    blocks: dict[str, torch.Size]
+
+    def describe(self) -> str:
+        """What the ledger records and the card says. Override it to name the method and its settings.
+
+        The package's own methods record their class; the card describes them from `DPConfig` (`methods.registry`).
+        """
+        return type(self).__name__
 
     def attach(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Take the trainable parameters, by their first name in the model."""
         self.parameters = dict(parameters)
-        self.blocks: dict[str, torch.Size] = {name: p.shape for name, p in parameters.items()}
+        self.blocks = {name: p.shape for name, p in parameters.items()}
 
     def begin_run(self, folder: str | Path, resumes: bool = False, writes: bool = True) -> None:
-        """Prepare a run, once attached: `folder` is for its local files, which one rank `writes`; a run that
-        `resumes` finds there what it wrote when it began."""
+        """Prepare a run, after `attach`. `folder` is for local files, which one rank `writes`; a run that `resumes`
+        finds the files of its first start there."""
 
     def begin_step(self, step: int) -> None:
-        """Prepare a logical step from public quantities only; `step` counts on when a run is resumed."""
+        """Prepare a logical step from public quantities only; a resumed run continues to count `step`."""
 
     def observe(self, name: str, value: PerSample) -> dict[str, PerSample]:
-        """What goes into the book for one use of parameter `name`; called inside the backward pass."""
+        """The entries for one use of parameter `name`, by block; called inside the backward pass."""
         # BK-MixOpt: the smaller of (a, ds) and the gradients themselves.
         if isinstance(value, Outer) and value.instantiating_is_smaller():
             value = Dense(value.dense())
         return {name: value}
 
-    def clipped_sums(
-        self, records: Mapping[str, PerSample], clipping: Factors, onto: Mapping[str, Tensor] | None = None
-    ) -> Mapping[str, Tensor]:
-        """The sum over the batch of clipped per-sample gradients, by block; its sensitivity is the clip norm.
+    def add_clipped_sums(self, entries: dict[str, PerSample], clipping: Clip, sums: dict[str, Tensor]) -> None:
+        """Add the clipped per-sample gradients of one micro-batch to `sums`, in place; sensitivity: the clip norm.
 
-        `onto` are sums of other micro-batches. A method may add to them in place, and returns them then: a temporary
-        as large as a vocabulary is not free.
+        The first micro-batch that reaches a block creates its sum, so no zeros are filled in. `entries` is emptied:
+        each entry is freed as soon as it is summed, because the book may be larger than the model.
         """
-        factors = clipping.factors(sq_norms(records), self.blocks)
-        distinct = {id(c): c for c in factors.values()}  # one for all blocks, unless layers are clipped by themselves
+        factors = clipping.factors(sq_norms(entries), self.blocks)
+        distinct = {id(c): c for c in factors.values()}  # one for all blocks, except with per-layer clipping
         removes = {key: not c.all() for key, c in distinct.items()}
-
-        def maker(block: str, value: PerSample) -> Callable[..., Tensor]:
-            return partial(weighted_sum, value, factors[block], removes=removes[id(factors[block])])
-
-        return Lazily({block: maker(block, value) for block, value in records.items()}, onto)
+        for block in list(entries):
+            c = factors[block]
+            sums[block] = weighted_sum(entries.pop(block), c, sums.get(block), removes[id(c)])
 
     def stds(self, noise_multiplier: float, clip_norm: float) -> dict[str, float]:
         """Standard deviation of the noise on each block."""
@@ -93,9 +91,9 @@ class Method:
         """The noise multipliers of the Gaussian releases that one step makes on its sample."""
         return (noise_multiplier,)
 
-    def gradients(self, sums: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The parameters' gradients, from the noised and averaged blocks (post-processing)."""
-        return dict(sums)
+    def gradient(self, name: str, sums: Mapping[str, Tensor]) -> Tensor:
+        """The gradient of parameter `name` from the noised and averaged blocks (post-processing)."""
+        return sums[name]
 
 
 class Full(Method):

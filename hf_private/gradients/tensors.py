@@ -1,8 +1,8 @@
-"""Norms and sums in full precision, whatever else the process has asked for.
+"""Norms and sums in full precision, whatever the settings of the process, and helpers for dtypes and shards.
 
 A ghost norm cancels: it is the small difference of large products. With operands rounded to ten bits (TF32) or eight
-(bfloat16) it can come out far below the norm of what is then summed, and a record would weigh more than the clipping
-norm. The model's own passes may be coarse, as mixed precision makes them; what is computed from them may not.
+(bfloat16) it can be far below the true norm, and a record would weigh more than the clip norm. The forward and
+backward pass of the model may use low precision; norms and sums of their results may not.
 """
 
 from collections.abc import Iterator
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-# Where torch may round float32 operands of matrix products. Convolutions only make activations and their gradients.
-PRODUCTS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+# Where torch may round float32 operands of matrix products. Convolutions only compute activations and their gradients.
+PRODUCTS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # pyrefly: ignore[missing-attribute]  # stubs
 
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Products of float32 operands as they are, and no autocast but the one that Accelerate puts around the model.
+    """Compute products of float32 operands in float32, without autocast except Accelerate's own around the model.
 
     >>> torch.backends.mkldnn.matmul.fp32_precision = "bf16"
     >>> with full_precision(torch.device("cpu")):
@@ -40,17 +40,17 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 
 def accumulation_dtype(p: Tensor) -> torch.dtype:
-    """The type in which sums are made: float32, or float64 where the weights are."""
+    """The dtype of sums over records: float32, or float64 for float64 weights."""
     return torch.float64 if p.dtype == torch.float64 else torch.float32
 
 
 def unsharded(weight: Tensor) -> Tensor:
-    """The whole of a weight that FSDP2 has spread over the ranks (a collective); any other as it is."""
+    """The whole weight, gathered if FSDP2 has sharded it (a collective)."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def like(value: Tensor, weight: Tensor) -> Tensor:
-    """A whole tensor in the type, on the device and, under FSDP2, in the shards of a weight."""
+    """A whole tensor with the dtype, the device and, under FSDP2, the sharding of a weight."""
     if isinstance(weight, DTensor):
         value = value.to(weight.device_mesh.device_type, weight.dtype)
         return distribute_tensor(value, weight.device_mesh, weight.placements)

@@ -1,12 +1,12 @@
-"""Clip factors from squared norms: what bounds the influence of one record.
+"""Clip factors from squared norms: they bound the influence of one record.
 
-Every record's gradient is multiplied by a factor c_n with |c_n g_n| <= clip_norm, whatever the gradient is.
+The gradient of every record is multiplied by a factor c_n with |c_n g_n| <= clip_norm, whatever the gradient is.
 A record whose norm is not finite gets the factor 0.
 """
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class Clipping:
 
     - `flat`: factor min(1, C / |g_n|) over all blocks together.
     - `automatic` (AUTO-S): factor C / (|g_n| + gamma); the size of C then only rescales the learning rate.
-    - `per-layer`: each of K layers is clipped to C / sqrt(K) by itself.
+    - `per-layer`: each of K layers is clipped to C / sqrt(K) separately.
 
     >>> import torch
     >>> Clipping("flat", clip_norm=1.0).factors({"w": torch.tensor([4.0, 0.25])})["w"]
@@ -49,8 +49,8 @@ class Clipping:
         validate.positive(clip_norm=self.clip_norm, gamma=self.gamma)
         if self.clip_norm < SMALLEST:
             raise ValueError(
-                f"`clip_norm` must be at least {SMALLEST:g}, got {self.clip_norm}: squares of such gradients are 0 in"
-                " float32, and they would not be clipped. Scale the learning rate instead."
+                f"`clip_norm` must be at least {SMALLEST:g}, got {self.clip_norm}: in float32 the squares of such"
+                " gradients are 0, so they would not be clipped. Scale the learning rate instead."
             )
         if self.mode == "automatic" and math.isinf(self.clip_norm):
             raise ValueError("`clip_norm` must be finite with clipping='automatic', got inf. Use clipping='flat'.")
@@ -58,8 +58,8 @@ class Clipping:
     def factors(self, sq_norms: Mapping[str, Tensor], blocks: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Factors (N,) by block, from squared norms (N,) by block.
 
-        `blocks` names every block that the method releases: with `per-layer`, K counts all of them, also those
-        that this batch did not reach (K must not depend on the data).
+        `blocks` names every block that the method releases. With `per-layer`, K counts all of them, including those
+        that this batch did not reach, because K must not depend on the data.
         """
         total = torch.stack([*sq_norms.values()]).sum(0)
         finite = torch.isfinite(total)
@@ -69,10 +69,15 @@ class Clipping:
         layers = {layer_of(block) for block in (blocks or sq_norms)}
         by_layer: dict[str, Tensor] = {}
         for block, sq_norm in sq_norms.items():
-            by_layer[layer_of(block)] = by_layer.get(layer_of(block), 0) + sq_norm
+            layer = layer_of(block)
+            by_layer[layer] = by_layer[layer] + sq_norm if layer in by_layer else sq_norm
         share = self.clip_norm / math.sqrt(len(layers))
         factors = {layer: self._factor(sq_norm, share).where(finite, 0) for layer, sq_norm in by_layer.items()}
         return {block: factors[layer_of(block)] for block in sq_norms}
+
+    def with_norm(self, clip_norm: float) -> "Clipping":
+        """The same mode with another clip norm."""
+        return replace(self, clip_norm=clip_norm)
 
     def _factor(self, sq_norm: Tensor, clip_norm: float) -> Tensor:
         norm = sq_norm.sqrt()

@@ -1,11 +1,11 @@
 """The only place that draws noise: N(0, std^2), once per step, on every element of every released tensor.
 
-Each element's noise is a function of (key, step, tensor name, element index). So all ranks add the same noise without
-talking to each other, a shard draws exactly its slice of the full tensor's noise, and neither the order of the tensors
-nor the number of ranks changes the update.
+The noise of an element is a function of (key, step, tensor name, element index). So all ranks add the same noise
+without communication, a shard draws exactly its slice of the noise of the full tensor, and neither the order of the
+tensors nor the number of ranks changes the update.
 
-What this does not do: rounding a float64 sum to float32 hides the low bits that floating-point attacks read (Mironov
-2012; Jin et al. 2022), but it is a mitigation and not a proof, as a discrete Gaussian would be.
+Limits: rounding a float64 sum to float32 hides the low bits that floating-point attacks read (Mironov 2012; Jin et al.
+2022). This is a mitigation, not a proof, which would need a discrete Gaussian.
 """
 
 import math
@@ -31,14 +31,14 @@ _MT19937_WORDS = slice(24, 24 + 624 * 8)  # where a CPU generator's state holds 
 class NoiseSource:
     """Gaussian noise that nobody can replay.
 
-    `kind="secure"` is an AES-256-CTR keystream turned into normals by Box-Muller in float64. `kind="fast"` takes
-    torch's generators, on the tensor's own device: they are not made to withstand an attacker, and the card says so.
+    `kind="secure"` turns an AES-256-CTR keystream into normals by Box-Muller in float64. `kind="fast"` uses torch's
+    generators on the device of the tensor: they are not cryptographic, and the card says so.
 
     `key=None` draws 32 bytes from the operating system; they are never saved, and the source refuses to be pickled.
     Ranks share a `Key.shared(broadcast)`. Bytes fix the noise for tests: `reproducible` is True, and the run is NOT
     PRIVATE.
 
-    Guarantee: a step number is used at most once, since two releases under the same noise would show their difference.
+    Guarantee: a step number is used at most once, because two releases with the same noise reveal their difference.
 
     >>> sums = {"head.weight": torch.zeros(3, 4), "head.bias": torch.zeros(3)}
     >>> noise = NoiseSource()
@@ -56,7 +56,7 @@ class NoiseSource:
 
     @property
     def reproducible(self) -> bool:
-        """Whether somebody else may know the key: a reproducible run is not private."""
+        """Whether the key may be known to others: a reproducible run is not private."""
         return self._key.reproducible
 
     @torch.no_grad()
@@ -67,19 +67,19 @@ class NoiseSource:
 
         Args:
             step: Number of the release, greater than any before.
-            sums: Clipped sums by name, any shape, float32 or float64. The sum is made in float64 and then
-                rounded to the tensor's dtype.
+            sums: Clipped sums by name, any shape, float32 or float64. Noise is added in float64 and the result rounded
+                to the dtype of the tensor.
             stds: Standard deviation by name. 0 draws nothing.
-            offsets: For shards: row-major index, in the full tensor, of the shard's first element.
+            offsets: For shards: row-major index in the full tensor of the first element of the shard.
         """
         offsets = offsets or {}
         _check(sums, stds, offsets)
         integer_at_least(0, step=step)
         if step <= self._last_step:
             raise ValueError(
-                f"`step` must be greater than {self._last_step}, got {step}: the noise of a step is used once, "
-                "because two releases with the same noise show their difference. Count steps upward, or make a new "
-                "NoiseSource."
+                f"`step` must be greater than {self._last_step}, got {step}: the noise of a step is used once, because"
+                " two releases with the same noise reveal their difference. Count steps upward, or make a new"
+                " NoiseSource."
             )
         self._last_step = step
         self.drawn = 0
@@ -102,7 +102,7 @@ def _check(sums: dict[str, Tensor], stds: dict[str, float], offsets: dict[str, i
     if sums.keys() != stds.keys() or not offsets.keys() <= sums.keys():
         odd = sorted((sums.keys() ^ stds.keys()) | (offsets.keys() - sums.keys()))
         raise ValueError(
-            f"`stds` must name exactly the tensors of `sums` (and `offsets` none but them), got a mismatch at {odd}. "
+            f"`stds` must name exactly the tensors of `sums`, and `offsets` some of them, got a mismatch at {odd}. "
             "Every released block needs its noise: take both from the same method."
         )
     for name, total in sums.items():
@@ -126,7 +126,7 @@ def _pieces(total: Tensor, start: int) -> Iterator[tuple[int, Tensor]]:
     row = total.numel() // total.shape[0]
     rows = max(1, _CHUNK // row)
     for first in range(0, total.shape[0], rows):
-        # One row that is too long by itself is cut along its own dimensions.
+        # A row that is too long is cut along its own dimensions.
         part = total[first] if row > _CHUNK else total[first : first + rows]
         yield from _pieces(part, start + first * row)
 
@@ -134,7 +134,7 @@ def _pieces(total: Tensor, start: int) -> Iterator[tuple[int, Tensor]]:
 def _secure_normals(stream: Keystream, start: int, like: Tensor) -> Tensor:
     """Normals `start` to `start + like.numel()` of a stream: float64 (like.numel(),) on the device of `like`."""
     # Only whole groups are computed, so that each element passes through the same vector instructions whatever the
-    # slice, and comes out the same to the last bit.
+    # slice, and the result is equal to the last bit.
     group = 2 * _HALF
     first, end = start // group * group, start + like.numel()
     uniforms = stream.uniforms(first, -(-(end - first) // group) * group).view(-1, 2, _HALF)
@@ -145,10 +145,10 @@ def _secure_normals(stream: Keystream, start: int, like: Tensor) -> Tensor:
 
 
 def _fast_normals(stream: Keystream, start: int, like: Tensor) -> Tensor:
-    """As above, from torch generators: each the sum of two float32 normals of half the variance.
+    """As above, from torch generators: each normal is the sum of two float32 normals of half the variance.
 
-    One alone is made of 24 bits and never beyond 5.8 deviations. A sum that one record has pushed out of that range
-    would give the record away, more often than delta says. Two together reach 8.2.
+    A single float32 normal has 24 random bits and never exceeds 5.8 deviations. A sum that one record has pushed out
+    of that range would reveal the record, more often than delta permits. Two together reach 8.2 deviations.
     """
     end = start + like.numel()
     chunks = range(start // _FAST_CHUNK, -(-end // _FAST_CHUNK))
@@ -164,8 +164,8 @@ def _generator(stream: Keystream, chunk: int, device: torch.device) -> torch.Gen
     words = stream.words(624 * chunk, 624)
     generator = torch.Generator(device).manual_seed(int(words[0]))
     if device.type == "cpu":
-        # manual_seed keeps 32 bits on CPU: after some 2^16 chunks two of them would get the same noise. So fill the
-        # generator's whole state, 624 words of 32 bits.
+        # manual_seed keeps 32 bits on CPU: after about 2^16 chunks two of them would get the same noise. So fill the
+        # whole state of the generator, 624 words of 32 bits.
         state = generator.get_state()
         state[_MT19937_WORDS] = words.bitwise_and_(0xFFFFFFFF).view(torch.uint8)
         generator.set_state(state)

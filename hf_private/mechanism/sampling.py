@@ -1,8 +1,8 @@
 """Poisson draws as a function of (secret key, counter), and the loader that reads them.
 
 The accountant's amplification by sampling holds for one scheme: at every step each record is in the batch with
-probability q, independently of all others and of all other steps. So the batch size is Binomial(n, q), a batch may be
-empty, and it still is a step. One DataLoader item is one such logical batch.
+probability q, independently of all other records and steps. So the batch size is Binomial(n, q), and an empty batch is
+a step like any other. One DataLoader item is one such logical batch.
 """
 
 import math
@@ -19,12 +19,12 @@ from hf_private.randomness import Key, reseed_global
 class PoissonSampler(Sampler[list[int]]):
     """Batch sampler whose batch number `counter` is a function of (key, counter) alone.
 
-    All ranks make the same draw, and each takes its share of it: a union of separate draws could hold a record twice.
-    A pass over the sampler is an epoch of `steps_per_epoch` = ceil(n / B) draws, not a pass over the data.
+    All ranks make the same draw, and each takes its share of it: a union of separate draws could contain a record
+    twice. A pass over the sampler is an epoch of `steps_per_epoch` = ceil(n / B) draws, not a pass over the data.
 
-    Guarantee: within one sampler a counter is used by one pass only. A second `train()` needs a new sampler, with the
-    new key that comes with it. Ranks share a `Key.shared(broadcast)`; a key given as bytes is for tests
-    (`reproducible` is True, and the run is NOT PRIVATE).
+    Guarantee: within one sampler only one pass uses a counter. A second `train()` needs a new sampler, which has a new
+    key. Ranks share a `Key.shared(broadcast)`; a key given as bytes is for tests (`reproducible` is True, and the run
+    is NOT PRIVATE).
 
     Args:
         num_records: n, treated as public.
@@ -52,7 +52,7 @@ class PoissonSampler(Sampler[list[int]]):
         if expected_batch_size > num_records:
             raise ValueError(
                 f"`expected_batch_size` must be at most `num_records` ({num_records}), got {expected_batch_size}. "
-                "Lower it; at `num_records` every step takes all records."
+                "Lower it; with `num_records` every step uses all records."
             )
         if rank >= world_size:
             raise ValueError(f"`rank` must be below `world_size` ({world_size}), got {rank}.")
@@ -71,7 +71,7 @@ class PoissonSampler(Sampler[list[int]]):
 
     @property
     def reproducible(self) -> bool:
-        """Whether somebody else may know the key: a reproducible run is not private."""
+        """Whether the key may be known to others: a reproducible run is not private."""
         return self._key.reproducible
 
     def __len__(self) -> int:
@@ -80,17 +80,19 @@ class PoissonSampler(Sampler[list[int]]):
     def draw(self, counter: int) -> np.ndarray:
         """The whole logical batch number `counter`: sorted int64 indices (size,), size ~ Binomial(n, q).
 
-        From one drawn record to the next is a geometric gap, P(gap > k) = (1 - q)^k. Drawing gaps is the same as
-        tossing n coins, at a cost of O(q n). Uniforms have 53 bits: q is met to about 1e-16.
+        The gap from one drawn record to the next is geometric, P(gap > k) = (1 - q)^k. Drawing gaps is equivalent to
+        n coin tosses, at a cost of O(q n). Uniforms have 53 bits: the error of q is about 1e-16.
         """
         integer_at_least(0, counter=counter)
-        n, q = self.num_records, self.sample_rate
+        n = self.num_records
+        q = self.sample_rate
         if q == 1:
             return np.arange(n)
         stream = self._key.stream("sample", counter)
-        # Enough gaps to reach n but for one draw in a billion; then the stream is read on.
+        # Enough gaps to reach n, except in one draw out of a billion, which reads more of the stream.
         count = 2 * math.ceil((q * n + 6 * math.sqrt(q * n) + 8) / 2)
-        drawn, last = [], -1
+        drawn = []
+        last = -1
         while last < n:
             uniforms = stream.uniforms(len(drawn) * count, count).numpy()
             gaps = np.floor(np.log(uniforms) / math.log1p(-q)) + 1
@@ -100,47 +102,48 @@ class PoissonSampler(Sampler[list[int]]):
         return np.concatenate(drawn)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next pass be number `epoch`, that is, counters `epoch * len` and up."""
+        """Make `epoch` the number of the next pass, whose counters start at `epoch * len`."""
         integer_at_least(0, epoch=epoch)
         if epoch < self._first_unused_epoch:
             raise ValueError(
-                f"`epoch` must be at least {self._first_unused_epoch}, got {epoch}: its batches have been drawn, "
-                "and using a draw for two training steps voids the accounting. Make a new sampler: it draws a new key."
+                f"`epoch` must be at least {self._first_unused_epoch}, got {epoch}: its batches were drawn before, and"
+                " using a draw for two training steps invalidates the accounting. Make a new sampler, which draws a"
+                " new key."
             )
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        """This rank's share of each draw of the pass. Without `set_epoch`, a pass goes on where the last one ended."""
-        # DataLoader may call iter() and throw the result away: the pass begins with the first batch that is asked for.
+        """This rank's share of each draw of the pass. Without `set_epoch`, a pass continues after the last one."""
+        # DataLoader may call iter() and discard the result: the pass starts when the first batch is requested.
         epoch = self._epoch
         self._epoch = self._first_unused_epoch = epoch + 1
-        reseed_global()  # the dataset's own augmentation runs before any collator could do this
+        reseed_global()  # augmentation inside the dataset runs before any collator
         for counter in range(epoch * len(self), (epoch + 1) * len(self)):
             yield self.draw(counter)[self.rank :: self.world_size].tolist()
 
 
 class OneByOne(Dataset):
-    """A dataset that is asked for one record at a time.
+    """A dataset that is read one record at a time.
 
-    DataLoader would ask one that can give several (`__getitems__`) for the whole draw, and a transform of it
-    (`Dataset.with_transform`) could pad or scale a record by its neighbours, where nobody looks.
+    DataLoader reads the whole draw at once from a dataset with `__getitems__`. A transform of it
+    (`Dataset.with_transform`) could then pad or scale a record by its neighbours, unnoticed.
     """
 
     def __init__(self, records: Dataset | Sequence[Any]) -> None:
         self.records = records
 
     def __len__(self) -> int:
-        return len(self.records)
+        return len(self.records)  # pyrefly: ignore[bad-argument-type]  # torch's Dataset declares no __len__
 
     def __getitem__(self, index: int) -> Any:
         return self.records[index]
 
 
 class PoissonLoader(DataLoader):
-    """DataLoader over a `PoissonSampler` that hands Trainer's `set_epoch` on to it.
+    """DataLoader over a `PoissonSampler` that passes Trainer's `set_epoch` on to it.
 
     Trainer calls `set_epoch` on the loader, or, after skipping the batches before a checkpoint, on the sampler. Do not
-    `accelerator.prepare` it: that would shard the sampler once more, and repeat or drop records.
+    `accelerator.prepare` it: that would shard the sampler a second time, and repeat or drop records.
 
     >>> loader = PoissonLoader(list(range(100)), PoissonSampler(100, 10), collate_fn=list)
     >>> loader.set_epoch(3)
@@ -155,13 +158,14 @@ class PoissonLoader(DataLoader):
         collate_fn: Callable[[list[Any]], Any],
         **options: Any,
     ) -> None:
-        # Workers are seeded from torch's global generator, which somebody may know.
+        # torch seeds workers from its global generator, whose seed may be known.
         super().__init__(
             OneByOne(dataset), batch_sampler=sampler, collate_fn=collate_fn, worker_init_fn=_reseed_worker, **options
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next pass be number `epoch`."""
+        """Make `epoch` the number of the next pass."""
+        assert isinstance(self.batch_sampler, PoissonSampler)
         self.batch_sampler.set_epoch(epoch)
 
 

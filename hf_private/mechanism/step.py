@@ -1,4 +1,4 @@
-"""One private step: the page an auditor reads.
+"""One private step, as an auditor reads it.
 
     charge the ledger                                         the step is paid for before anything is computed
     for each micro-batch of the Poisson draw:
@@ -9,7 +9,7 @@
     divide by the *expected* batch size
     turn the blocks back into gradients -> .grad              post-processing from here on
 
-An empty draw is a step like any other: its release is noise alone. Nothing un-noised leaves this file, unless
+An empty draw is a step like any other: its release is pure noise. Nothing leaves this file without noise, unless
 `log_nonprivate` asks for it by name.
 """
 
@@ -36,12 +36,12 @@ PerSampleLossFn = Callable[[nn.Module, Batch], Tensor]
 class Mechanism:
     """The Gaussian mechanism on Poisson samples: clip, sum, noise, divide; writes `.grad` and nothing else.
 
-    `per_sample_loss(model, batch)` gives the losses (N,) of a micro-batch. `charge(event)` writes the step to the
-    ledger and raises if the budget does not allow it. `ranks` are those of torch's process group by default; a model
-    under FSDP2 also needs `dummy()`, a public micro-batch for ranks that have run out of records.
+    `per_sample_loss(model, batch)` returns the losses (N,) of a micro-batch. `charge(event)` writes the step to the
+    ledger and raises an error if the budget does not permit it. `ranks` defaults to torch's process group. A model
+    under FSDP2 also needs `dummy()`, which makes a public micro-batch for ranks that have run out of records.
 
     Guarantee: the release of one step has L2 sensitivity `clipping.clip_norm` with respect to adding or removing one
-    record of the sample (each part its own norm, for methods of several parts), and Gaussian noise of
+    record of the sample (each part its own norm, for methods with several parts), and Gaussian noise of
     `noise_multiplier` times that. Micro-batches and ranks change the speed only.
     """
 
@@ -61,17 +61,21 @@ class Mechanism:
         dummy: Callable[[], Batch] | None = None,
         log_nonprivate: bool = False,
     ) -> None:
-        self.model, self.per_sample_loss = model, per_sample_loss
+        self.model = model
+        self.per_sample_loss = per_sample_loss
         self.method = method or Full()
-        self.clipping, self.noise, self.noise_multiplier = clipping, noise, noise_multiplier
+        self.clipping = clipping
+        self.noise = noise
+        self.noise_multiplier = noise_multiplier
         self.expected_batch_size = expected_batch_size
-        self.charge, self.ranks = charge, ranks or Ranks()
+        self.charge = charge
+        self.ranks = ranks or Ranks()
         self.shards = Shards(model, self.ranks, dummy)
         self.parameters = self.shards.parameters
         if self.shards.sharded and not self.method.takes_shards:
             raise ValueError(
-                f"`method` must work on sharded weights under FSDP2, got {type(self.method).__name__}. Use DDP, or"
-                " plain book-keeping or carriers."
+                f"`method` must support sharded weights under FSDP2, got {self.method.describe()}. Use DDP, or train"
+                " with plain book-keeping or carriers."
             )
         self.method.attach(self.parameters)
         self.event = Event(sample_rate=sample_rate, releases=self.method.releases(noise_multiplier))
@@ -83,20 +87,21 @@ class Mechanism:
         self.ranks.run_on_all(self.charge, self.event)
         self.ranks.begin_step(self.parameters)
         if not self.noise.reproducible:
-            reseed_global()  # a dropout mask that can be replayed is a side channel
+            reseed_global()  # a dropout mask that somebody can replay is a side channel
         with full_precision(next(iter(self.parameters.values())).device):
             sums = run_collectively(self.ranks, self.model, self._clipped_sums, micro_batches)
         self.ranks.all_reduce_({block: sums[block] for block in sums if block not in self.shards.rows})
         stds = self.method.stds(self.noise_multiplier, self.clipping.clip_norm)
-        self.noise.add_(self.steps, sums, stds, {b: x for b, x in self.shards.offsets().items() if b in sums})
+        offsets = {block: offset for block, offset in self.shards.offsets().items() if block in sums}
+        self.noise.add_(self.steps, sums, stds, offsets)
         for block in sums.values():
             block.div_(self.expected_batch_size)
-        for name, gradient in self.method.gradients(sums).items():
-            self.parameters[name].grad = self.shards.gradient(name, gradient, whole=name not in sums)
+        for name, p in self.parameters.items():  # one at a time: under FSDP2 a whole gradient is large
+            p.grad = self.shards.gradient(name, self.method.gradient(name, sums), whole=name not in sums)
         self.steps += 1
 
     def _clipped_sums(self, micro_batches: Iterable[Batch]) -> dict[str, Tensor]:
-        """Sum of the clipped per-sample gradients by block; zeros where the draw reached nothing."""
+        """Sum of the clipped per-sample gradients by block; zeros where no record reached the block."""
         self.method.begin_step(self.steps)
         sums: dict[str, Tensor] = {}
         if self.nonprivate is not None:
@@ -106,18 +111,13 @@ class Mechanism:
                 losses = self.per_sample_loss(self.model, batch)
                 book.backward(losses)
                 if self.nonprivate is not None and counts:
-                    self._note_nonprivate(losses.detach(), book)
-                onto = None if self.shards.sharded else sums
-                found: Mapping[str, Tensor] = {}
-                if counts:
-                    found = self.method.clipped_sums(book.pop_entries(), self.clipping, onto)
-                else:  # a dummy's gradients are thrown away
-                    book.pop_entries()
-                for block, value in self.shards.scattered(found, self.method.blocks):
-                    if block not in sums:
-                        sums[block] = value
-                    elif value is not sums[block]:  # else the method has added to it
-                        sums[block].add_(value)
+                    _note_nonprivate(self.nonprivate, losses.detach(), book.norms())
+                entries = book.pop_entries()
+                if not counts:  # the gradients of a dummy
+                    entries.clear()
+                entries = self.shards.scattered(entries, self.method.blocks, len(losses))
+                if entries:
+                    self.method.add_clipped_sums(entries, self.clipping, sums)
         some = next(iter(self.parameters.values()))
         for block, shape in self.method.blocks.items():
             if block not in sums:
@@ -126,8 +126,9 @@ class Mechanism:
                 )
         return {block: sums[block] for block in self.method.blocks}  # the same order on every rank
 
-    def _note_nonprivate(self, losses: Tensor, book: BookKeeper) -> None:
-        finite = torch.isfinite(losses) & torch.isfinite(book.norms())
-        self.nonprivate["loss_sum"] += losses.where(finite, 0).sum().item()
-        self.nonprivate["batch_size"] += len(losses)
-        self.nonprivate["nonfinite_records"] += int((~finite).sum())
+
+def _note_nonprivate(totals: dict[str, float], losses: Tensor, norms: Tensor) -> None:
+    finite = torch.isfinite(losses) & torch.isfinite(norms)
+    totals["loss_sum"] += losses.where(finite, 0).sum().item()
+    totals["batch_size"] += len(losses)
+    totals["nonfinite_records"] += int((~finite).sum())

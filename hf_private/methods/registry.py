@@ -1,7 +1,7 @@
 """The gradient methods that `DPConfig` offers, by the name of its field.
 
-A method has a folder of its own here: its config (which builds it and says what a card calls it), its maths, and a row
-in `CONFIGS`. BK, plain DP-SGD by book-keeping, needs no config: it is what runs if none is given.
+Each method has its own folder, with its config (which builds the method and describes it for the card) and its maths,
+and an entry in `CONFIGS`. BK, plain DP-SGD by book-keeping, needs no config: it is the default.
 """
 
 import json
@@ -13,14 +13,17 @@ from torch import nn
 from hf_private.gradients.method import Full, Method
 
 from .carriers.config import CarrierConfig
+from .carriers.method import Carriers
 from .gep.config import AnchorConfig
+from .gep.method import Anchors
 from .targeting import TargetConfig
 
 CONFIGS: dict[str, type[TargetConfig]] = {"carriers": CarrierConfig, "anchors": AnchorConfig}
+CONFIGURED = {method.__name__ for method in (Full, Carriers, Anchors)}  # methods whose settings are in `DPConfig`
 
 
 def parse_config(field: str, value: TargetConfig | Mapping[str, Any] | str | None) -> TargetConfig | None:
-    """The config object that a field of `DPConfig` stands for: itself, a dict of its fields, or the same as JSON.
+    """The config object for a field of `DPConfig`, from the object itself, a dict of its fields, or a JSON string.
 
     >>> parse_config("carriers", '{"r": 4}').r
     4
@@ -49,14 +52,24 @@ def resolve_method(config: TargetConfig | None, model: nn.Module, *, clipping: s
     return Full() if config is None else config.build(model, clipping=clipping, seed=seed)
 
 
-def describe_method(settings: Mapping[str, Any], peft: str | None = None) -> str:
-    """What a card calls the method of a run with these settings of `DPConfig`.
+def describe_method(settings: Mapping[str, Any], peft: str | None = None, recorded: str | None = None) -> str:
+    """The card's description of the method of a run.
+
+    Args:
+        settings: Those of `DPConfig`.
+        peft: Kind of the trained adapter, if there is one.
+        recorded: What the ledger says of the run's method (`Method.describe`); None before the first run. A method
+            that `DPConfig` does not configure is described by this text.
 
     >>> describe_method({"carriers": {"r": 8, "sparsity": 0.3}})
     'LSG: low-rank, sparse gradient carriers (r=8, sparsity=0.3)'
+    >>> describe_method({}, recorded="DP-PowerSGD")
+    'DP-PowerSGD'
     """
+    adapter = f" on a {'LoRA' if peft == 'LORA' else peft} adapter" if peft else ""
+    if recorded is not None and recorded not in CONFIGURED:
+        return recorded + adapter
     for field, config in CONFIGS.items():
         if settings.get(field):
             return config.describe(settings[field])
-    full = "DP-SGD with book-keeping (BK)"
-    return f"{full} on a {'LoRA' if peft == 'LORA' else peft} adapter" if peft else f"{full} on every trainable weight"
+    return "DP-SGD with book-keeping (BK)" + (adapter or " on every trainable weight")

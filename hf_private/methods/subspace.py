@@ -1,4 +1,4 @@
-"""What the methods with a subspace share: orthonormal bases, and public randomness to start from."""
+"""What the subspace methods share: orthonormal bases, and public randomness for their starts."""
 
 import hashlib
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def orthonormal(columns: Tensor) -> Tensor:
-    """Orthonormal columns with the same span (completed, where the given ones are dependent), by Householder QR."""
+    """Orthonormal columns with the same span, completed if the given ones are dependent, by Householder QR."""
     return torch.linalg.qr(columns).Q
 
 
 def public_generator(*label: str | int) -> torch.Generator:
-    """A CPU generator that is a function of its label: the same on every rank, and known to everybody.
+    """A CPU generator that is a function of its label: equal on every rank, and public.
 
     >>> public_generator(0, 7, "w").initial_seed() == public_generator(0, 7, "w").initial_seed()
     True

@@ -1,7 +1,7 @@
-"""Which modules of a model a config names, by PEFT's own rules, and what is trained beside them.
+"""Which modules of a model a config targets, by PEFT's rules, and what else is trained.
 
-Matching is PEFT's, so that `target_modules` means here what it means there. Everything that is neither targeted, nor
-saved, nor part of the task's head is frozen.
+PEFT does the matching, so `target_modules` means the same as in PEFT. Everything that is not targeted, not in
+`modules_to_save` and not part of the task head is frozen.
 """
 
 import difflib
@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 from peft import PeftModel
 from peft.tuners.tuners_utils import _maybe_include_all_linear_layers, check_target_module_exists
@@ -36,24 +36,24 @@ def described(default: Any, text: str) -> Any:
 
 @dataclass(kw_only=True)
 class TargetConfig:
-    """What the configs of all methods share: which modules they work on, and a JSON file."""
+    """Base class of the method configs: the targeted modules, and a JSON file."""
 
     FILE: ClassVar[str]
 
-    target_modules: list[str] | str = described(
+    target_modules: list[str] | str | None = described(
         ALL_LINEAR, "Names or name endings of modules, a regular expression for whole names, or 'all-linear'."
     )
     exclude_modules: list[str] | str | None = described(
-        None, "The same for modules that stay frozen; wins over all else."
+        None, "The same for modules that stay frozen; takes precedence."
     )
     layers_to_transform: list[int] | int | None = described(None, "Only layers with these numbers.")
     layers_pattern: list[str] | str | None = described(
         None, "Name of the list of layers, if the numbers are ambiguous."
     )
     modules_to_save: list[str] | None = described(
-        None, "Modules that are trained at full rank. Heads outside the base model are, without being named."
+        None, "Modules to train at full rank, besides the task head, which always is."
     )
-    bias: str = described("none", "'all' trains every bias of the model, 'none' those of the full-rank modules only.")
+    bias: str = described("none", "'all' trains every bias of the model, 'none' only those of full-rank modules.")
 
     def __post_init__(self) -> None:
         for name in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save"):
@@ -61,7 +61,8 @@ class TargetConfig:
             if isinstance(value, (set, frozenset, tuple)):
                 value = sorted(value)
                 setattr(self, name, value)
-            if name == "modules_to_save" and isinstance(value, str) or not _is_names(value):
+            single = isinstance(value, str) and name != "modules_to_save"
+            if not (value is None or single or _is_names(value)):
                 raise ValueError(f"`{name}` must be a list of names, got {value!r}.")
         if not self.target_modules:
             raise ValueError(f"`target_modules` must name modules, got {self.target_modules!r}. Try 'all-linear'.")
@@ -71,7 +72,7 @@ class TargetConfig:
         elif isinstance(self.target_modules, str) and self.layers_to_transform is not None:
             raise ValueError(
                 "`layers_to_transform` must be None when `target_modules` is a regular expression, got"
-                f" {self.layers_to_transform!r}. Put the numbers into the expression, or give a list of names."
+                f" {self.layers_to_transform!r}. Put the numbers into the expression, or pass a list of names."
             )
         if self.layers_pattern and self.layers_to_transform is None:
             raise ValueError(
@@ -79,12 +80,12 @@ class TargetConfig:
             )
 
     def build(self, model: nn.Module, *, clipping: str = "flat", seed: int = 0) -> Method:
-        """The method that this config means for a model; freezes every parameter that it does not train."""
+        """Build the method for a model, and freeze every parameter that it does not train."""
         raise NotImplementedError
 
     @staticmethod
     def describe(values: Mapping[str, Any]) -> str:
-        """What a card calls the method of a config whose `to_dict` gave `values`."""
+        """The card's description of the method, from `values`, the `to_dict` of a config."""
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,29 +103,29 @@ class TargetConfig:
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> Self:
         """Read the config from a folder or a repository; `kwargs` go to the download. Unknown fields are skipped."""
         path = cached_file(str(pretrained_model_name_or_path), cls.FILE, **kwargs)
+        assert path is not None, "`cached_file` raises an error for a missing file"
         values = json.loads(Path(path).read_text())
         values.pop("hf_private_version", None)
         known = {item.name for item in fields(cls)}
-        if unknown := sorted(values.keys() - known):
-            logger.warning(f"{path}: {cls.__name__} does not know {', '.join(unknown)}; written by a newer version?")
+        unknown = sorted(values.keys() - known)
+        if unknown:
+            logger.warning(f"{path}: {cls.__name__} has no field {', '.join(unknown)}; written by a newer version?")
         return cls(**{name: value for name, value in values.items() if name in known})
 
 
 def _is_names(value: Any) -> bool:
-    return (
-        value is None or isinstance(value, str) or isinstance(value, list) and all(isinstance(v, str) for v in value)
-    )
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 class Selection(NamedTuple):
-    """What of a model is trained: `targets` by module name, and the first names of `full`-rank parameters."""
+    """The trained part of a model: `targets` by module name, and the first names of `full`-rank parameters."""
 
     targets: dict[str, nn.Module]
     full: set[str]
 
 
 def select(config: TargetConfig, model: nn.Module) -> Selection:
-    """Find what a config names in a model; changes nothing. What it names and is absent or frozen is an error."""
+    """Find the modules that a config names in a model, without changing it. Absent or frozen ones are an error."""
     if isinstance(model, PeftModel):
         raise ValueError(
             "`model` must not be a PEFT model, got one: its base weights are frozen, and its adapters are low-rank"
@@ -132,7 +133,8 @@ def select(config: TargetConfig, model: nn.Module) -> Selection:
         )
     modules = dict(model.named_modules())
     for name in ("target_modules", "exclude_modules", "modules_to_save"):
-        if isinstance(listed := getattr(config, name), list):
+        listed = getattr(config, name)
+        if isinstance(listed, list):
             _check_listed(name, listed, modules)
     first = {id(p): name for name, p in model.named_parameters()}
     saved = _below([path for path in modules if _listed(path, config.modules_to_save or ())], modules, first)
@@ -146,8 +148,9 @@ def select(config: TargetConfig, model: nn.Module) -> Selection:
     for path, module in targets.items():
         _check_target(path, module, _name(module, first) in saved)
     parameters = dict(model.named_parameters())
-    if frozen := [name for name in sorted(saved) if not parameters[name].requires_grad]:
-        raise ValueError(_frozen("modules_to_save", frozen[0]))
+    for name in sorted(saved):
+        if not parameters[name].requires_grad:
+            raise ValueError(_frozen("modules_to_save", name))
     head -= _below([path for path in modules if _excluded(config, path)], modules, first)
     biases = {name for name in parameters if config.bias == "all" and name.rpartition(".")[2] == "bias"}
     full = {name for name in saved | head | biases if parameters[name].requires_grad} - weights
@@ -156,8 +159,8 @@ def select(config: TargetConfig, model: nn.Module) -> Selection:
 
 def _matched(config: TargetConfig, model: nn.Module) -> dict[str, nn.Module]:
     """Modules that match `target_modules`, by PEFT's rules."""
-    criteria = SimpleNamespace(**config.to_dict(), target_parameters=None, task_type=None)
-    criteria = _maybe_include_all_linear_layers(criteria, model)
+    criteria: Any = SimpleNamespace(**config.to_dict(), target_parameters=None, task_type=None)
+    criteria = cast(Any, _maybe_include_all_linear_layers(criteria, model))
     if config.target_modules == ALL_LINEAR and config.layers_to_transform is not None:
         # PEFT looks at layer numbers when a name *ends* in a target, not when it equals one.
         criteria.target_modules = {path.partition(".")[2] for path in criteria.target_modules if "." in path}
@@ -165,7 +168,7 @@ def _matched(config: TargetConfig, model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _head(model: nn.Module, modules: dict[str, nn.Module], first: dict[int, str]) -> set[str]:
-    """Names of parameters outside the base model: the task's head, but not what it shares with the base."""
+    """Names of the parameters of the task head: those outside the base model, and not shared with it."""
     base = modules.get(getattr(model, "base_model_prefix", ""))
     if base is None or base is model:
         return set()
@@ -173,8 +176,9 @@ def _head(model: nn.Module, modules: dict[str, nn.Module], first: dict[int, str]
 
 
 def _excluded(config: TargetConfig, path: str) -> bool:
-    only = SimpleNamespace(exclude_modules=config.exclude_modules, target_modules=".*")
-    only.target_parameters = only.modules_to_save = None
+    only = SimpleNamespace(
+        exclude_modules=config.exclude_modules, target_modules=".*", target_parameters=None, modules_to_save=None
+    )
     return not check_target_module_exists(only, path)
 
 
@@ -183,7 +187,7 @@ def _below(paths: Iterable[str], modules: dict[str, nn.Module], first: dict[int,
 
 
 def _name(module: nn.Module, first: dict[int, str]) -> str | None:
-    """First name in the model of a module's weight, however many modules share it."""
+    """First name of the weight of a module in the model, however many modules share it."""
     return first.get(id(module._parameters.get("weight")))
 
 
@@ -198,7 +202,7 @@ def _check_listed(field_name: str, names: list[str], modules: dict[str, nn.Modul
 
 
 def closest(wanted: str, modules: Collection[str]) -> str:
-    """The names that come nearest, endings without numbers first, since these are what users write."""
+    """The closest names, endings without numbers first, because users write these."""
     endings = {path.rpartition(".")[2] for path in modules} - {""}
     near = difflib.get_close_matches(wanted.rpartition(".")[2], sorted(e for e in endings if not e.isdigit()), 5, 0.3)
     near += difflib.get_close_matches(wanted, [path for path in modules if path not in near], 3, 0.5)
@@ -206,14 +210,14 @@ def closest(wanted: str, modules: Collection[str]) -> str:
 
 
 def _nothing_matched(config: TargetConfig, modules: Collection[str]) -> ValueError:
-    shown = config.target_modules if isinstance(config.target_modules, str) else config.target_modules[0]
-    others = [
-        n for n in ("exclude_modules", "layers_to_transform", "modules_to_save") if getattr(config, n) is not None
-    ]
-    also = f" Perhaps {' or '.join(f'`{name}`' for name in others)} took all away." if others else ""
+    wanted = config.target_modules
+    assert wanted, "`__post_init__` refuses a config without targets"
+    narrowing = ("exclude_modules", "layers_to_transform", "modules_to_save")
+    given = [f"`{name}`" for name in narrowing if getattr(config, name) is not None]
+    also = f" Perhaps {' or '.join(given)} excludes every module." if given else ""
     return ValueError(
-        f"`target_modules` must match a module of the model, got {config.target_modules!r}.{also}"
-        f" {closest(shown, modules)}"
+        f"`target_modules` must match a module of the model, got {wanted!r}.{also}"
+        f" {closest(wanted if isinstance(wanted, str) else wanted[0], modules)}"
     )
 
 
@@ -228,7 +232,7 @@ def _check_target(path: str, module: nn.Module, is_saved: bool) -> None:
         raise ValueError(_frozen("target_modules", path))
     if is_saved:
         raise ValueError(
-            f"`{path}` must be in one of `target_modules` and `modules_to_save` only, got its weight in both (several"
+            f"`{path}` must be in only one of `target_modules` and `modules_to_save`, got its weight in both (several"
             " modules may share one weight)."
         )
 
@@ -241,7 +245,7 @@ def _frozen(field_name: str, path: str) -> str:
 
 
 def freeze_rest(model: nn.Module, trained: Collection[str]) -> None:
-    """Freeze all parameters but those with these first names."""
+    """Freeze all parameters except those with these first names."""
     for name, parameter in model.named_parameters():
         if name not in trained:
             parameter.requires_grad_(False)

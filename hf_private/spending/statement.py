@@ -110,7 +110,7 @@ def build_record(facts: dict[str, Any], weights: dict[str, str]) -> dict[str, An
             "not_covered": list(NOT_COVERED),
         },
         "mechanism": {
-            "method": describe_method(settings, facts.get("peft")),
+            "method": describe_method(settings, facts.get("peft"), runs[-1].get("method") if runs else None),
             "peft": facts.get("peft"),
             "optimizer": facts.get("optimizer"),
             "clip_norm": settings["clip_norm"],

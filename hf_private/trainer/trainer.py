@@ -337,7 +337,7 @@ class DPTrainer(ContinuingTrainer):
                 "num_records": len(self.train_dataset),
                 "sample_rate": sample_rate,
                 "planned_steps": steps,
-                "method": type(method).__name__,
+                "method": method.describe(),
                 "reproducible": noise.reproducible,
                 "ranks": self.ranks.world_size,
             },

@@ -123,10 +123,10 @@ def test_carriers_reduce_what_is_thin(results: dict) -> None:
         ("weights", "RankError: `classifier.bias` must be the same on all ranks.*1 of", None),
         ("micro-batch", "Error", "RankError: Rank 1 failed"),
         ("tensor parallel", "ValueError: `classifier.weight`.*Tensor parallelism", None),
-        ("gep sharded", "ValueError: `method` must work on sharded weights.*Anchors", None),
+        ("gep sharded", "ValueError: `method`.*Anchors", None),
         ("no dummy", "ValueError: `dummy` must be given", None),
         ("wrapped", "ValueError: .*DistributedDataParallel.*\\.module", None),
-        ("uncovered", "UncoveredError: `table`.*all ranks' records", None),
+        ("uncovered", "UncoveredError: `table`", None),
         ("begin_step", "RuntimeError: the second rank is unwell", "RankError: Rank 1 failed"),
         ("key", "ValueError: `key` must be the same on all ranks", None),
         ("half", "ValueError: `bert.*` must be spread over all [23] ranks, got a mesh of 1", None),
@@ -186,12 +186,12 @@ def test_ranks_that_the_trainer_does_not_know_of_are_refused(tmp_path: Path) -> 
     """Each would take the whole draw, and a record would count as often as there are ranks."""
     ranks = Ranks.alone()
     ranks.world_size = 2
-    with pytest.raises(ValueError, match="`world_size` must be .*got 1 in TrainingArguments and 2 there"):
+    with pytest.raises(ValueError, match="`world_size`.*got 1.* 2 "):
         check_ranks(ranks, TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
 
 
 def test_wrapped_models_are_refused() -> None:
-    with pytest.raises(ValueError, match="DataParallel"):
+    with pytest.raises(ValueError, match="`.*`.*DataParallel"):
         Shards(nn.DataParallel(nn.Linear(2, 2)), Ranks())
 
 

@@ -131,13 +131,13 @@ def test_tied_weights_need_their_cross_term():
     model.eval()
     with BookKeeper(model) as book:
         book.backward(loss(model, cases.make_batch(model, batch_size=3)))
-        tied = book.records()["transformer.wte.weight"]
+        tied = book.entries()["transformer.wte.weight"]
         if not isinstance(tied, Dense):
             assert not torch.allclose(tied.sq_norm(), tied.outer.sq_norm() + tied.rows.sq_norm(), rtol=1e-3)
     ghost = type("Ghost", (Full,), {"observe": lambda self, name, value: {name: value}})()
     with BookKeeper(model, ghost) as book:
         book.backward(loss(model, cases.make_batch(model, batch_size=3)))
-        tied = book.records()["transformer.wte.weight"]
+        tied = book.entries()["transformer.wte.weight"]
         assert not torch.allclose(tied.sq_norm(), tied.outer.sq_norm() + tied.rows.sq_norm(), rtol=1e-3)
 
 
@@ -220,7 +220,7 @@ def test_one_open_book_serves_batches_of_any_size():
     with BookKeeper(model) as book:
         for batch, gradients in zip(batches, wanted, strict=True):
             book.backward(square_loss(model, batch))
-            with pytest.raises(ValueError, match="after"):  # records of two batches do not share a page
+            with pytest.raises(ValueError, match="`model`"):  # one book does not mix two batches
                 model(torch.zeros(len(gradients) + 1, 4).double())
             torch.testing.assert_close(book.norms(), oracle.norms(gradients))
             ones = torch.ones(len(gradients)).double()

@@ -77,5 +77,5 @@ def test_layer_names():
     ],
 )
 def test_bad_values_are_named(options, name):
-    with pytest.raises(ValueError, match=f"`{name}` must"):
+    with pytest.raises(ValueError, match=f"`{name}`"):
         Clipping(**options)

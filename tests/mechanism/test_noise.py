@@ -223,7 +223,7 @@ def test_an_empty_step_is_a_step():
     source = NoiseSource()
     source.add_(0, {}, {})
     assert source.drawn == 0
-    with pytest.raises(ValueError, match="used once"):
+    with pytest.raises(ValueError, match="`step`"):
         source.add_(0, {}, {})
 
 
@@ -265,7 +265,7 @@ def test_a_given_key_is_called_reproducible_and_a_shared_one_is_not():
 def test_a_source_cannot_be_saved_or_copied():
     source = NoiseSource(key=KEY)
     for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
-        with pytest.raises(TypeError, match="`NoiseSource` cannot be pickled"):
+        with pytest.raises(TypeError, match="`NoiseSource`"):
             attempt(source)
     assert str(KEY) not in repr(vars(source))
 
@@ -276,7 +276,7 @@ def test_a_step_is_used_once_and_steps_increase():
     source.add_(4, sums, {"w": 1.0})
     kept = sums["w"].clone()
     for step in (4, 3, 0):
-        with pytest.raises(ValueError, match=f"`step` must be greater than 4, got {step}.*show their difference"):
+        with pytest.raises(ValueError, match=f"`step`.*got {step}"):
             source.add_(step, sums, {"w": 1.0})
     assert torch.equal(sums["w"], kept)
     source.add_(9, sums, {"w": 1.0})
@@ -288,18 +288,18 @@ def test_a_step_is_used_once_and_steps_increase():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"stds": {"a": 1.0, "b": float("nan")}}, r"`stds\['b'\]` must be finite and >= 0, got nan"),
-        ({"stds": {"a": 1.0, "b": float("inf")}}, r"`stds\['b'\]` must be finite and >= 0, got inf"),
-        ({"stds": {"a": 1.0, "b": -0.5}}, r"`stds\['b'\]` must be finite and >= 0, got -0.5"),
+        ({"stds": {"a": 1.0, "b": float("nan")}}, r"`stds\['b'\]`.*got nan"),
+        ({"stds": {"a": 1.0, "b": float("inf")}}, r"`stds\['b'\]`.*got inf"),
+        ({"stds": {"a": 1.0, "b": -0.5}}, r"`stds\['b'\]`.*got -0.5"),
         ({"stds": {"a": 1.0}}, r"mismatch at \['b'\]"),
         ({"stds": {"a": 1.0, "b": 1.0, "c": 1.0}}, r"mismatch at \['c'\]"),
         ({"offsets": {"d": 0}}, r"mismatch at \['d'\]"),
-        ({"offsets": {"b": -1}}, r"`offsets\['b'\]` must be a whole number >= 0, got -1"),
+        ({"offsets": {"b": -1}}, r"`offsets\['b'\]`.*got -1"),
         ({"sums": {"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.float16)}}, r"`sums\['b'\]` .*float16"),
         ({"sums": {"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.bfloat16)}}, r"`sums\['b'\]` .*bfloat16"),
         ({"sums": {"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.int64)}}, r"`sums\['b'\]` .*int64"),
-        ({"step": -1}, "`step` must be a whole number >= 0, got -1"),
-        ({"step": 1.0}, "`step` must be a whole number >= 0, got 1.0"),
+        ({"step": -1}, "`step`.*got -1"),
+        ({"step": 1.0}, "`step`.*got 1.0"),
     ],
 )
 def test_wrong_arguments_are_refused_before_the_first_draw(change, message):
@@ -313,5 +313,5 @@ def test_wrong_arguments_are_refused_before_the_first_draw(change, message):
 
 
 def test_unknown_kind_is_refused():
-    with pytest.raises(ValueError, match="`kind` must be one of 'secure', 'fast', got 'slow'"):
+    with pytest.raises(ValueError, match="`kind`.*got 'slow'"):
         NoiseSource("slow")

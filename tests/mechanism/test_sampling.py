@@ -164,7 +164,7 @@ def test_a_counter_is_used_by_one_pass_only():
     sampler.set_epoch(0), sampler.set_epoch(0), iter(sampler)  # nothing is drawn yet
     begun = iter(sampler)
     next(begun)
-    with pytest.raises(ValueError, match="`epoch` must be at least 1, got 0: its batches have been drawn"):
+    with pytest.raises(ValueError, match="`epoch`.*got 0"):
         sampler.set_epoch(0)
     assert next(iter(sampler)) == sampler.draw(4).tolist()  # a broken-off pass is not repeated
     assert next(begun) == sampler.draw(1).tolist()  # and may go on
@@ -183,21 +183,21 @@ def test_ranks_partition_the_draw(world_size):
 
 def test_a_sampler_cannot_be_saved_or_copied():
     for attempt in (pickle.dumps, copy.deepcopy):
-        with pytest.raises(TypeError, match="secret key"):
+        with pytest.raises(TypeError, match="`(PoissonSampler|Key)`"):
             attempt(PoissonSampler(10, 2))
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"expected_batch_size": 11}, r"`expected_batch_size` must be at most `num_records` \(10\), got 11"),
-        ({"expected_batch_size": 0}, "`expected_batch_size` must be a whole number >= 1, got 0"),
-        ({"expected_batch_size": 2.5}, "`expected_batch_size` must be a whole number >= 1, got 2.5"),
-        ({"num_records": 0}, "`num_records` must be a whole number >= 1, got 0"),
-        ({"steps_per_epoch": 0}, "`steps_per_epoch` must be a whole number >= 1, got 0"),
-        ({"rank": 2, "world_size": 2}, r"`rank` must be below `world_size` \(2\), got 2"),
-        ({"rank": -1}, "`rank` must be a whole number >= 0, got -1"),
-        ({"key": b"seed"}, "`key` must be 32 bytes"),
+        ({"expected_batch_size": 11}, r"`expected_batch_size`.*got 11"),
+        ({"expected_batch_size": 0}, "`expected_batch_size`.*got 0"),
+        ({"expected_batch_size": 2.5}, "`expected_batch_size`.*got 2.5"),
+        ({"num_records": 0}, "`num_records`.*got 0"),
+        ({"steps_per_epoch": 0}, "`steps_per_epoch`.*got 0"),
+        ({"rank": 2, "world_size": 2}, r"`rank`.*got 2"),
+        ({"rank": -1}, "`rank`.*got -1"),
+        ({"key": b"seed"}, "`key`"),
     ],
 )
 def test_wrong_arguments_are_refused(change, message):

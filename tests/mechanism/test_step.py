@@ -1,11 +1,15 @@
 """One private step: clipped, summed, noised once, divided by the expected size, and paid for first."""
 
+import math
+import weakref
+
 import pytest
 import torch
 from scipy import stats
 
 from hf_private.gradients.bookkeeper import BookKeeper
 from hf_private.gradients.method import Full
+from hf_private.gradients.persample import Dense
 from hf_private.mechanism.clipping import Clipping
 from hf_private.mechanism.noise import NoiseSource
 from hf_private.mechanism.step import Mechanism
@@ -72,6 +76,30 @@ def test_coarse_products_and_autocast_around_a_step_change_nothing():
         assert torch.equal(got, wanted[name]), name
 
 
+def test_each_entry_is_freed_once_it_is_summed_and_sums_grow_in_place():
+    alive: weakref.WeakSet = weakref.WeakSet()
+    counts = []
+
+    class Watched(Dense):
+        def __init__(self, g):
+            super().__init__(g)
+            alive.add(self)
+
+        def weighted_sum(self, c, into=None):
+            counts.append(len(alive))
+            return super().weighted_sum(c, into)
+
+    method, sums = Full(), {}
+    method.attach({f"{i}.weight": torch.nn.Parameter(torch.zeros(2)) for i in range(4)})
+    for _ in range(2):
+        entries = {name: Watched(torch.ones(3, 2)) for name in method.parameters}
+        before = {name: total.data_ptr() for name, total in sums.items()}
+        method.add_clipped_sums(entries, Clipping(clip_norm=math.inf), sums)
+        assert not entries and all(sums[name].data_ptr() == address for name, address in before.items())
+    assert counts == [4, 3, 2, 1] * 2
+    assert all(torch.equal(total, torch.full((2,), 6.0)) for total in sums.values())
+
+
 @pytest.mark.parametrize("mode", ["flat", "automatic", "per-layer"])
 @pytest.mark.parametrize("size", [1, 4])
 def test_micro_batches_change_the_speed_only(mode, size):
@@ -135,14 +163,16 @@ def test_one_record_moves_the_release_by_at_most_the_clip_norm(name, mode):
     with BookKeeper(model, method) as book:
         book.backward(loss(model, cases.make_batch(model, 4)))
         assert (book.norms() > clip_norm).all()
-        whole = method.clipped_sums(book.records(), clipping)
+        whole: dict[str, torch.Tensor] = {}
+        method.add_clipped_sums(dict(book.entries()), clipping, whole)
 
         class Without:
             def factors(self, sq_norms, blocks):
                 kept = clipping.factors(sq_norms, blocks)
                 return {block: c * torch.tensor([1.0, 1.0, 0.0, 1.0]) for block, c in kept.items()}
 
-        rest = method.clipped_sums(book.records(), Without())
+        rest: dict[str, torch.Tensor] = {}
+        method.add_clipped_sums(dict(book.entries()), Without(), rest)
     moved = torch.cat([(whole[b] - rest[b]).flatten() for b in whole]).double().norm()
     assert moved <= clip_norm * (1 + 1e-4)
     assert moved >= clip_norm * 0.9, "the bound would hold for a mechanism that clips far too much"

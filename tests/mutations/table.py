@@ -25,8 +25,8 @@ MUTANTS = (
         "gradients/method.py",
         (
             (
-                "factors = clipping.factors(sq_norms(records), self.blocks)",
-                "means = {b: s.mean().expand_as(s) for b, s in sq_norms(records).items()}\n"
+                "factors = clipping.factors(sq_norms(entries), self.blocks)",
+                "means = {b: s.mean().expand_as(s) for b, s in sq_norms(entries).items()}\n"
                 "        factors = clipping.factors(means, self.blocks)",
             ),
         ),
@@ -35,7 +35,7 @@ MUTANTS = (
     Mutant(
         "no clipping at all",
         "gradients/method.py",
-        (("partial(weighted_sum, value, factors[block], ", "partial(weighted_sum, value, factors[block] * 0 + 1, "),),
+        (("weighted_sum(entries.pop(block), c, ", "weighted_sum(entries.pop(block), c * 0 + 1, "),),
         "tests/mechanism/test_step.py::test_without_noise_the_step_is_the_papers_formula[t5]",
     ),
     Mutant(
@@ -53,7 +53,7 @@ MUTANTS = (
     Mutant(
         "the last use of a weight overwrites those before (tied weights, shared layers)",
         "gradients/bookkeeper.py",
-        (("self._records[block] + part if block in self._records else part", "part"),),
+        (("self._entries[block] + part if block in self._entries else part", "part"),),
         "tests/gradients/test_bookkeeper.py::test_full_fine_tuning_is_exact[gpt2]",
     ),
     Mutant(
@@ -109,9 +109,9 @@ MUTANTS = (
         "tests/gradients/test_selfcheck.py::test_losses_in_which_records_meet_are_refused_in_any_precision",
     ),
     Mutant(
-        "a page of the book that is not turned",
+        "entries of one micro-batch stay in the book for the next",
         "gradients/bookkeeper.py",
-        (("records, self._records, self._batch_size = self._records, {}, None", "records = self._records"),),
+        (("        self._entries = {}\n        self._batch_size = None\n        return", "        return"),),
         "tests/gradients/test_bookkeeper.py::test_one_open_book_serves_batches_of_any_size",
     ),
     Mutant(
@@ -150,17 +150,14 @@ MUTANTS = (
     ),
     Mutant(
         "only the last micro-batch counts (a zero_grad inside backward)",
-        "mechanism/step.py",
-        (
-            ("onto = None if self.shards.sharded else sums", "onto = None"),
-            ("sums[block].add_(value)", "sums[block] = value"),
-        ),
+        "gradients/method.py",
+        (("c, sums.get(block), removes", "c, None, removes"),),
         "tests/mechanism/test_step.py::test_micro_batches_change_the_speed_only[1-flat]",
     ),
     Mutant(
-        "sums that a method has added to are added to themselves",
-        "mechanism/step.py",
-        (("elif value is not sums[block]:", "else:"),),
+        "sums that were added to in place are added a second time",
+        "gradients/method.py",
+        (("sums[block] = weighted_sum(", "sums[block] = sums.get(block, 0) + weighted_sum("),),
         "tests/mechanism/test_step.py::test_micro_batches_change_the_speed_only[1-flat]",
     ),
     Mutant(
@@ -748,5 +745,17 @@ MUTANTS = (
             ('    "*.jsonl": "a copy of data",\n', ""),
         ),
         "tests/publishing/test_release.py::test_every_file_is_decided_by_name",
+    ),
+    Mutant(
+        "the card calls a custom method BK",
+        "methods/registry.py",
+        (("if recorded is not None and recorded not in CONFIGURED:", "if False:"),),
+        "tests/recipes/test_powersgd.py::test_the_recipe_runs_with_its_own_method_and_its_card_names_it",
+    ),
+    Mutant(
+        "GEP forgets the sums of earlier micro-batches",
+        "methods/gep/method.py",
+        (("sums[block] = sums[block].add_(value) if block in sums else value", "sums[block] = value"),),
+        "tests/methods/gep/test_method.py::test_micro_batches_change_nothing",
     ),
 )

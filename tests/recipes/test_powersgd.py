@@ -8,6 +8,8 @@ from torch import nn
 from hf_private.mechanism.clipping import Clipping
 from hf_private.mechanism.noise import NoiseSource
 from hf_private.mechanism.step import Mechanism
+from hf_private.publishing.verify import verify
+from hf_private.spending.statement import read_record
 from recipes.powersgd import PowerSGD, main
 
 
@@ -41,10 +43,16 @@ def test_repeated_steps_find_the_best_approximation():
     assert (layer.weight.grad - best).norm() < 1e-3 * best.norm()
 
 
-def test_the_recipe_runs_with_its_own_method(capsys, monkeypatch):
+def test_the_recipe_runs_with_its_own_method_and_its_card_names_it(tmp_path, capsys, monkeypatch):
     projected = []
     project = PowerSGD._project
     monkeypatch.setattr(PowerSGD, "_project", lambda *args: projected.append(args[1]) or project(*args))
-    main(["--steps", "2"])
+    main(["--steps", "2", "--output_dir", str(tmp_path)])
     assert "epsilon" in capsys.readouterr().out
     assert projected.count("bert.pooler.dense.weight") == 2
+
+    described = PowerSGD(r=4).describe()
+    assert read_record(tmp_path)["mechanism"]["method"] == described
+    card = (tmp_path / "README.md").read_text()
+    assert described in card and "(BK)" not in card
+    assert verify(str(tmp_path)).code == 0

@@ -1,4 +1,4 @@
-"""Configs of the gradient methods, in the manner of PEFT, and what they come to on a model."""
+"""CarrierConfig: the settings of RGP and LSG, in PEFT's style, and the method that they give on a model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ INPUTS_FIRST = (Conv1D, nn.Embedding)  # these store their weight as (in, out)
 
 @dataclass(kw_only=True)
 class CarrierConfig(TargetConfig):
-    """Low-rank gradient carriers (RGP), also sparse (LSG). The saved model is an ordinary one: nothing is added to it.
+    """Low-rank gradient carriers (RGP), optionally sparse (LSG). The saved model has no extra modules or weights.
 
     >>> config = CarrierConfig(r=8, target_modules="all-linear", sparsity=0.3)
     >>> config.save_pretrained(getfixture("tmp_path"))
@@ -36,24 +36,22 @@ class CarrierConfig(TargetConfig):
     FILE: ClassVar[str] = "carrier_config.json"
 
     r: int | None = described(
-        8, "Rank of the carriers: 1 to 16. More keeps more of the gradient and adds more noise. None with `sparsity`:"
-        " no carriers, the gradient's important part itself (Sparse DP-SGD).",
+        8, "Rank of the carriers: 1 to 16. A higher rank keeps more of the gradient and adds more noise. None with"
+        " `sparsity`: no carriers, only the important part of the gradient (Sparse DP-SGD).",
     )  # fmt: skip
     rank_pattern: dict[str, int] = field(
-        default_factory=dict, metadata={"help": "Other ranks for some modules: name ending or expression -> rank."}
+        default_factory=dict, metadata={"help": "Ranks of single modules: name ending or expression -> rank."}
     )
     source: str = described(
         "weight",
         "Carriers are principal directions of the 'weight' (LSG), of its 'history' W_t - W_0 (RGP), or 'random'.",
     )
-    warmup_steps: int = described(100, "With source='history': steps on the weight before there is enough history.")
-    power_iterations: int = described(1, "Iterations of the power method; the papers find one enough.")
-    refresh: int = described(1, "Compute the carriers every so many steps.")
-    sides: str = described("both", "'left' gives only the carrier of the outputs a gradient, which adds less noise.")
-    sparsity: float = described(
-        0.0, "LSG's p: part of the neurons that gets no update, the least important. 0 is RGP."
-    )
-    sparsity_start: int = described(0, "Step at which `sparsity` sets in; later when training from scratch.")
+    warmup_steps: int = described(100, "With source='history': first steps, which use the weight instead.")
+    power_iterations: int = described(1, "Iterations of the power method; one is enough in the papers.")
+    refresh: int = described(1, "Steps between two computations of the carriers.")
+    sides: str = described("both", "'left' trains only the carrier of the outputs, which adds less noise.")
+    sparsity: float = described(0.0, "LSG's p: share of the least important neurons, which get no update. 0 is RGP.")
+    sparsity_start: int = described(0, "First step with `sparsity`; set it later when training from scratch.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,8 +67,8 @@ class CarrierConfig(TargetConfig):
             raise ValueError(f"`sparsity` must be at least 0 and below 1, got {self.sparsity!r}.")
         if self.r is None and (not self.sparsity or self.rank_pattern or self.sides != "both"):
             raise ValueError(
-                "`r` must be a whole number >= 1, got None. Without carriers there are no ranks and sides, and only"
-                " `sparsity` > 0 to choose. For the full gradient leave `carriers` of DPConfig away."
+                "`r` must be a whole number >= 1, got None. Without carriers, set `sparsity` > 0 and neither"
+                " `rank_pattern` nor `sides`. For the full gradient, leave out `carriers` in DPConfig."
             )
 
     def build(self, model: nn.Module, *, clipping: str = "flat", seed: int = 0) -> Carriers:
@@ -81,7 +79,8 @@ class CarrierConfig(TargetConfig):
 
     @staticmethod
     def describe(values: Mapping[str, Any]) -> str:
-        rank, sparsity = values.get("r"), values.get("sparsity") or 0
+        rank = values.get("r")
+        sparsity = values.get("sparsity") or 0
         if rank is None:
             return f"Sparse DP-SGD (sparsity={sparsity})"
         source = "" if values.get("source", "weight") == "weight" else f", source={values['source']}"
@@ -91,7 +90,7 @@ class CarrierConfig(TargetConfig):
 
 
 def carriers_of(config: CarrierConfig, model: nn.Module, seed: int = 0) -> tuple[Carriers, Selection]:
-    """The method that a config means for a model, not attached yet; changes nothing."""
+    """The method of a config for a model, not attached yet. The model does not change."""
     selection = select(config, model)
     ranks = _ranks(config, selection.targets)
     first = {id(p): name for name, p in model.named_parameters()}
@@ -116,8 +115,8 @@ def carriers_of(config: CarrierConfig, model: nn.Module, seed: int = 0) -> tuple
 
 
 def _ranks(config: CarrierConfig, modules: Mapping[str, nn.Module]) -> dict[str, int | None]:
-    """Rank of each targeted module; `r` is capped by a small matrix, but must fit one at least."""
-    sizes = {path: min(m.weight.shape[0], m.weight.shape[1:].numel()) for path, m in modules.items()}
+    """Rank of each targeted module. `r` is capped by the size of a small matrix, but must fit the largest one."""
+    sizes = {path: _smaller_side(module) for path, module in modules.items()}
     for key in config.rank_pattern:
         if not any(get_pattern_key([key], path) == key for path in sizes):
             raise ValueError(f"`rank_pattern` must name targeted modules, got {key!r}. {closest(key, sizes)}")
@@ -130,26 +129,34 @@ def _ranks(config: CarrierConfig, modules: Mapping[str, nn.Module]) -> dict[str,
         own = config.rank_pattern.get(get_pattern_key(list(config.rank_pattern), path))
         if own is not None and own > size:
             raise ValueError(f"`rank_pattern` must give `{path}` a rank of at most {size}, got {own}.")
-        ranks[path] = own or config.r and min(config.r, size)
+        if own is not None:
+            ranks[path] = own
+        else:
+            ranks[path] = None if config.r is None else min(config.r, size)
     return ranks
 
 
+def _smaller_side(module: nn.Module) -> int:
+    weight = module.get_parameter("weight")
+    return min(weight.shape[0], weight.shape[1:].numel())
+
+
 def _warn_about_noise(method: Carriers, model: nn.Module) -> None:
-    """Say where carriers cannot help: they have more numbers than the weight, or most noise is elsewhere."""
+    """Warn where carriers do not help: they are larger than the weight, or most noise is elsewhere."""
     method.attach({name: p for name, p in model.named_parameters() if p.requires_grad})
     sizes = {block: shape.numel() for block, shape in method.blocks.items()}
     for name, target in method.targets.items():
         own = sum(sizes.get(f"{name}:{side}", 0) for side in "LR")
         if own > method.parameters[name].numel():
             logger.warning(
-                f"`{name}` has {method.parameters[name].numel():,} numbers, its carriers of rank {target.rank}"
-                f" {own:,}: more noise than at full rank. Lower its rank with `rank_pattern`, or put its module into"
-                " `modules_to_save`."
+                f"`{name}` has {method.parameters[name].numel():,} numbers, its carriers of rank {target.rank} have"
+                f" {own:,}: they add more noise than full rank. Lower the rank with `rank_pattern`, or put the module"
+                " into `modules_to_save`."
             )
     full = {block: size for block, size in sizes.items() if block in method.parameters}
     if full and 2 * sum(full.values()) > sum(sizes.values()):
-        largest = max(full, key=full.get)
+        largest = max(full, key=lambda name: full[name])
         logger.warning(
             f"{sum(full.values()):,} of {sum(sizes.values()):,} noised dimensions are parameters at full rank, most of"
-            f" them in `{largest}`. If it need not be trained, put its module into `exclude_modules`."
+            f" them in `{largest}`. If it does not need training, put its module into `exclude_modules`."
         )

@@ -1,7 +1,7 @@
-"""The thin matrices of RGP and LSG: where carriers come from, what they take of a gradient, and how it comes back.
+"""The thin matrices of RGP and LSG: the carriers, the projection of a gradient on them, and its reconstruction.
 
-RGP (Yu et al. 2021) takes carriers L (rows, r) and R (r, columns), both orthonormal, and of the gradient g of a weight
-W (rows, columns) it releases only
+RGP (Yu et al. 2021) takes carriers L (rows, r) and R (r, columns), both orthonormal. Of the gradient g of a weight W
+(rows, columns) it releases only
 
     dL = g R^T,    dR = L^T g,
 
@@ -10,8 +10,8 @@ rows * columns. For a linear layer g = left^T right, so dL = left^T (right R^T) 
 never formed. LSG (Ito et al. 2023) also drops the rows of dL and the columns of dR that belong to unimportant neurons:
 those with a small sum of |W| over their row or column.
 
-All is stated in the weight's stored layout, rows x columns: (out, in) for Linear, (in, out) for Hugging Face's Conv1D,
-(out, in * kernel) for convolutions. Index letters as in persample.py, r the rank.
+Rows and columns are those of the stored weight: (out, in) for Linear, (in, out) for Hugging Face's Conv1D, (out, in *
+kernel) for convolutions. Index letters as in persample.py, and r for the rank.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,11 +23,13 @@ from hf_private.gradients.persample import Dense, Outer, PerSample, Rows
 from hf_private.methods.subspace import orthonormal
 
 
-def power_method(matrices: list[Callable[[], Tensor]], starts: list[tuple[Tensor, Tensor]], iterations: int):
+def power_method(
+    matrices: list[Callable[[], Tensor]], starts: list[tuple[Tensor, Tensor]], iterations: int
+) -> tuple[Tensor, Tensor]:
     """Algorithm 2 of RGP for matrices (m, n) of equal shape, from Gaussian starts (m, r) and (r, n) for each.
 
-    Returns L (k, m, r) with orthonormal columns and R (k, r, n) with orthonormal rows, for k matrices. Where a matrix
-    is zero, nothing is to be found and the starts are orthonormalised. `iterations=0` does that for all.
+    Returns L (k, m, r) with orthonormal columns and R (k, r, n) with orthonormal rows, for k matrices. For a zero
+    matrix, and for all with `iterations=0`, these are the orthonormalised starts.
     """
     left, right = (torch.stack(side) for side in zip(*starts, strict=True))
     for _ in range(iterations):
@@ -39,20 +41,21 @@ def power_method(matrices: list[Callable[[], Tensor]], starts: list[tuple[Tensor
 
 
 def _or_else(products: Tensor, others: Tensor) -> Tensor:
-    """Each (k, ...) of `products` that is not zero throughout; the other one where it is."""
+    """Each matrix of `products` (k, ...), replaced by that of `others` if it is zero."""
     alive = products.flatten(1).any(1)
     return torch.where(alive.view(-1, 1, 1), products, others)
 
 
 def kept(size: int, sparsity: float) -> int:
-    """How many of `size` neurons stay: the top (1 - p), at least one."""
+    """How many of `size` neurons are kept: a share of 1 - p, at least one."""
     return max(1, round((1 - sparsity) * size))
 
 
 def important(weight: Tensor, sparsity: float) -> tuple[Tensor, Tensor]:
-    """Indices of the rows and of the columns that LSG keeps, by sums of |W|; a channel's kernel positions together.
+    """Indices of the rows and of the columns that LSG keeps, by sums of |W|.
 
-    `weight` (rows, channels, kernel positions...); columns are channels * kernel positions.
+    `weight` (rows, channels, kernel positions...); columns are channels * kernel positions, and all kernel positions
+    of a channel are kept or dropped together.
     """
     size = weight.detach().abs().flatten(2) if weight.dim() > 2 else weight.detach().abs().unsqueeze(2)
     rows = size.sum((1, 2)).topk(kept(size.shape[0], sparsity)).indices.sort().values
@@ -64,21 +67,23 @@ def important(weight: Tensor, sparsity: float) -> tuple[Tensor, Tensor]:
 class LowRank:
     """The carriers of one weight: L (rows, r) and R (r, columns), orthonormal, and the neurons that LSG keeps.
 
-    Gradients of both are held with r first, dL transposed: (r, kept rows) and (r, kept columns).
+    The gradients of both have r first, so dL is transposed: (r, kept rows) and (r, kept columns).
     """
 
     def __init__(
         self, left: Tensor, right: Tensor, sides: tuple[str, ...] = ("L", "R"), kept: tuple[Tensor, ...] = ()
     ) -> None:
-        self.left, self.right, self.sides = left, right, sides
-        self.kept = dict(zip("LR", kept, strict=True)) if kept else {}
+        self.left = left
+        self.right = right
+        self.sides = sides
+        self.kept: dict[str, Tensor] = dict(zip("LR", kept, strict=True)) if kept else {}
 
     def project(self, value: PerSample) -> Iterator[tuple[str, PerSample]]:
         """Theorem 2.1: each record's dL^T (N, r, kept rows) and dR (N, r, kept columns) from its gradient g."""
         for side in self.sides:
             g = self._left(value) if side == "L" else self._right(value)
             if self.kept:
-                # Selecting from ds or a instead would save these products' dropped part, but copy much more.
+                # Selecting from ds or a would save a part of these products, but copy much more.
                 g = _columns(g, self.kept[side])
             yield side, Dense(g)
 
@@ -121,7 +126,7 @@ class LowRank:
 def _thin(carrier: Tensor, big: Tensor) -> Tensor:
     """A carrier (r, size) times each position of `big` (N, T, size): (N, r, T), as a view.
 
-    With r in front this product takes half the time of `big` times the carrier's transpose. The large factor is never
+    With r in front this product takes half the time of `big` times the transposed carrier. The large factor is never
     copied to another dtype.
     """
     product = torch.mm(carrier.to(big.dtype), big.flatten(0, 1).t())
@@ -129,20 +134,22 @@ def _thin(carrier: Tensor, big: Tensor) -> Tensor:
 
 
 def _outer(thin: Tensor, big: Tensor) -> Tensor:
-    """`thin_n big_n` of (N, r, T) and (N, T, size): (N, r, size). With r in front it runs along `big`'s memory."""
+    """`thin_n big_n` of (N, r, T) and (N, T, size): (N, r, size). With r in front it reads `big` in memory order."""
     return torch.bmm(thin.to(big.dtype), big)
 
 
 def _columns(x: Tensor, index: Tensor) -> Tensor:
-    """Those features of `x` (N, k, size). As a matrix: torch takes four to nine times as long along a third axis."""
+    """Features `index` of `x` (N, k, size). As a matrix: along a third axis torch takes four to nine times as long."""
     return x.flatten(0, 1).index_select(1, index).unflatten(0, x.shape[:2])
 
 
 class Submatrix:
-    """Sparse DP-SGD: no carriers, but the gradient's kept rows and columns only; it is one block, "S"."""
+    """Sparse DP-SGD: no carriers, only the kept rows and columns of the gradient, as one block "S"."""
 
     def __init__(self, rows: Tensor, columns: Tensor, shape: torch.Size) -> None:
-        self.rows, self.columns, self.shape = rows, columns, shape
+        self.rows = rows
+        self.columns = columns
+        self.shape = shape
 
     def project(self, value: PerSample) -> Iterator[tuple[str, PerSample]]:
         """The kept part of each record's gradient."""

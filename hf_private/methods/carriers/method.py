@@ -1,22 +1,21 @@
 """RGP and LSG: each targeted weight is trained through two thin matrices, its gradient carriers (lowrank.py).
 
-Carriers and importance are read off the weights, which are public once noise was added to every gradient before. The
-forward pass is the plain model's, since W = L R + (W - L R), and what a layer has seen can be dropped inside the
-backward pass.
+Carriers and importance come from the weights, which are public because every earlier gradient got noise. The forward
+pass is that of the plain model, since W = L R + (W - L R), and the inputs of a layer are dropped inside the backward
+pass.
 """
 
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from hf_private.gradients.method import Lazily, Method
+from hf_private.gradients.method import Method
 from hf_private.gradients.persample import PerSample, widen
 from hf_private.gradients.tensors import accumulation_dtype, like, unsharded
 from hf_private.methods.subspace import public_generator
@@ -29,8 +28,8 @@ START = "start.safetensors"
 
 @dataclass(frozen=True)
 class Target:
-    """How one weight is trained: `rank` of its carriers (None: no carriers, the kept submatrix itself), and which
-    of them get gradients: "L", "R" or both."""
+    """How one weight is trained: the `rank` of its carriers (None: no carriers, only the kept submatrix), and which
+    carriers get gradients: "L", "R" or both."""
 
     rank: int | None
     sides: tuple[str, ...] = ("L", "R")
@@ -44,13 +43,13 @@ class Carriers(Method):
         source: What the carriers are the principal directions of: the "weight" (LSG), its "history" W_t - W_0 after
             `warmup_steps` on the weight (RGP), or nothing, "random" (RGP-random).
         power_iterations: Iterations of Algorithm 2.
-        refresh: Carriers and importance are computed every so many steps.
-        sparsity: Part p of the rows of dL and of the columns of dR that is left out (LSG), from step `sparsity_start`
-            on. Without carriers (rank None) that part of the weight's elements.
-        seed: Public; with the step and the weight's name it gives the power method's start.
+        refresh: Steps between two computations of carriers and importance.
+        sparsity: Share p of the rows of dL and of the columns of dR that is dropped (LSG), from step `sparsity_start`
+            on. Without carriers (rank None), the share of the elements of the weight.
+        seed: Public; the start of the power method depends on the seed, the step and the name of the weight.
 
-    Guarantee: names and shapes of the blocks depend on the step and the settings, carriers and kept neurons on the
-    weights besides; nothing here reads a record before it is clipped.
+    Guarantee: names and shapes of the blocks depend only on the step and the settings, carriers and kept neurons also
+    on the weights; nothing here reads a record before it is clipped.
 
     >>> import torch
     >>> from torch import nn
@@ -75,24 +74,30 @@ class Carriers(Method):
         sparsity_start: int = 0,
         seed: int = 0,
     ) -> None:
-        self.targets, self.source, self.power_iterations = dict(targets), source, power_iterations
-        self.refresh, self.warmup_steps = refresh, warmup_steps
-        self.sparsity, self.sparsity_start, self.seed = sparsity, sparsity_start, seed
+        self.targets = dict(targets)
+        self.source = source
+        self.power_iterations = power_iterations
+        self.refresh = refresh
+        self.warmup_steps = warmup_steps
+        self.sparsity = sparsity
+        self.sparsity_start = sparsity_start
+        self.seed = seed
         self.start: dict[str, Tensor] = {}  # W_0, for source="history"
         self.carriers: dict[str, LowRank | Submatrix] = {}
         self._sparse = False
 
     def attach(self, parameters: Mapping[str, nn.Parameter]) -> None:
         super().attach(parameters)
-        if missing := [name for name in self.targets if name not in self.parameters]:
-            raise ValueError(f"`{missing[0]}` must be trainable to have carriers, got a frozen or absent parameter.")
+        for name in self.targets:
+            if name not in self.parameters:
+                raise ValueError(f"`{name}` must be trainable to have carriers, got a frozen or absent parameter.")
         self.carriers = {}
         self.blocks = self.blocks_at(0)
 
     # ---- what is released
 
     def blocks_at(self, step: int) -> dict[str, torch.Size]:
-        """Every block of a step, by name: carriers of the targets, then the other parameters."""
+        """Every block of a step, by name: the carriers of the targets, then the other parameters."""
         sparsity = self._sparsity(step)
         blocks: dict[str, torch.Size] = {}
         for name, target in self.targets.items():
@@ -114,11 +119,9 @@ class Carriers(Method):
             return super().observe(name, value)
         return {f"{name}:{side}": part for side, part in self.carriers[name].project(value)}
 
-    def gradients(self, sums: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        full = {name: partial(sums.get, name) for name in sums if name in self.parameters}
-        return Lazily(full | {name: partial(self._reconstruct, name, sums) for name in self.carriers})
-
-    def _reconstruct(self, name: str, sums: Mapping[str, Tensor]) -> Tensor:
+    def gradient(self, name: str, sums: Mapping[str, Tensor]) -> Tensor:
+        if name not in self.carriers:
+            return sums[name]
         parts = {side: sums[f"{name}:{side}"] for side in "LRS" if f"{name}:{side}" in sums}
         return self.carriers[name].reconstruct(parts).view(self.parameters[name].shape)
 
@@ -130,17 +133,18 @@ class Carriers(Method):
             self.start = {name: self.parameters[name].detach().clone() for name in self.targets}
         sparse = self._sparsity(step) > 0
         if not self.carriers or step % self.refresh == 0 or sparse != self._sparse:
-            self._sparse, self.blocks = sparse, self.blocks_at(step)
+            self._sparse = sparse
+            self.blocks = self.blocks_at(step)
             self.carriers = dict(self._compute(step))
 
     def _compute(self, step: int) -> Iterator[tuple[str, LowRank | Submatrix]]:
         groups: dict[tuple, list[str]] = {}  # weights of one shape share the orthonormalisation
         for name, target in self.targets.items():
+            weight = self.parameters[name]
             if target.rank is None:
-                p = 1 - math.sqrt(1 - self._sparsity(step))
-                yield name, Submatrix(*important(unsharded(self.parameters[name]), p), self.parameters[name].shape)
+                rows, columns = important(unsharded(weight), 1 - math.sqrt(1 - self._sparsity(step)))
+                yield name, Submatrix(rows, columns, weight.shape)
             else:
-                weight = self.parameters[name]
                 key = (target.rank, weight.shape[0], weight.shape[1:].numel(), weight.dtype, weight.device)
                 groups.setdefault(key, []).append(name)
         for (rank, *_), names in groups.items():
@@ -156,7 +160,7 @@ class Carriers(Method):
         return widen(unsharded(self.parameters[name].detach()).flatten(1))
 
     def _reader(self, name: str, step: int) -> Callable[[], Tensor]:
-        """What a weight's carriers are taken from; read when needed, as a difference is as large as the weight."""
+        """Computes the matrix that the carriers of a weight come from, when needed: it is as large as the weight."""
         if self.source != "history" or step < self.warmup_steps:
             return lambda: self._matrix(name)
 
@@ -166,7 +170,7 @@ class Carriers(Method):
         return moved if moved().any() else lambda: self._matrix(name)
 
     def _gaussian(self, name: str, step: int, rank: int) -> tuple[Tensor, Tensor]:
-        """Starts (rows, r) and (r, columns), the same on every rank and in every run with this seed."""
+        """Starts (rows, r) and (r, columns), equal on every rank and in every run with this seed."""
         generator = public_generator(self.seed, step, name)
         weight = self.parameters[name]
         dtype = accumulation_dtype(weight)
@@ -174,11 +178,11 @@ class Carriers(Method):
         left = torch.randn(weight.shape[0], rank, generator=generator, dtype=dtype)
         return left.to(weight.device), right.to(weight.device)
 
-    # ---- W_0, which a resumed run needs again
+    # ---- W_0, which a resumed run reads back
 
     @property
     def start_bytes(self) -> int:
-        """Memory that W_0 takes: as much as the targeted weights, with source="history" only."""
+        """Memory of W_0: as much as the targeted weights with source="history", otherwise none."""
         weights = [self.parameters[name] for name in self.targets] if self.source == "history" else []
         return sum(p.numel() * p.element_size() for p in weights)
 
@@ -205,11 +209,11 @@ class Carriers(Method):
     def _read_start(self, path: Path) -> dict[str, Tensor]:
         if not path.is_file():
             raise FileNotFoundError(
-                f"{str(path)!r} must hold the weights that the run began with, as source='history' takes carriers from"
-                " W_t - W_0. Put it back from the folder of that run, or start a new run."
+                f"`{path}` must exist: source='history' takes carriers from W_t - W_0, and the file holds W_0. Restore"
+                " it from the folder of that run, or start a new run."
             )
         start = load_file(path)
         for name in self.targets:
             if name not in start or start[name].shape != self.parameters[name].shape:
-                raise ValueError(f"{str(path)!r} does not fit this model: `{name}` is missing or of another shape.")
+                raise ValueError(f"`{path}` must fit the model, got `{name}` missing or with a different shape.")
         return {name: like(start[name], self.parameters[name]) for name in self.targets}

@@ -1,4 +1,4 @@
-"""AnchorConfig: what of a model is trained with GEP, and how its parameters and basis vectors are shared out."""
+"""AnchorConfig: the settings of GEP, its groups of parameters, and the distribution of basis vectors over them."""
 
 import math
 import re
@@ -14,15 +14,21 @@ from hf_private.methods.targeting import TargetConfig, closest, described, freez
 from .method import Anchors, Group
 
 GROUPS = ("layer", "stage")
-TARGETING = ("exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save")
+TARGETING = {  # fields that refine `target_modules`, and their defaults
+    "exclude_modules": None,
+    "layers_to_transform": None,
+    "layers_pattern": None,
+    "modules_to_save": None,
+    "bias": "none",
+}
 
 
 @dataclass(kw_only=True)
 class AnchorConfig(TargetConfig):
-    """Gradient embedding perturbation (GEP) in a subspace of public gradients, given by `DPTrainer(anchor_dataset=)`.
+    """Gradient embedding perturbation (GEP) in a subspace of gradients of public data, `DPTrainer(anchor_dataset=)`.
 
-    All that is trained goes through GEP: the targeted modules, `modules_to_save` and the task's head, or, without
-    `target_modules`, all trainable parameters. `DPConfig.clip_norm` is S1, the embeddings' clip norm.
+    GEP handles everything that is trained: the targeted modules, `modules_to_save` and the task head, or, without
+    `target_modules`, all trainable parameters. `DPConfig.clip_norm` is S1, the clip norm of the embeddings.
 
     >>> config = AnchorConfig(k=100, num_anchors=500, target_modules=["classifier"])
     >>> config.save_pretrained(getfixture("tmp_path"))
@@ -41,29 +47,25 @@ class AnchorConfig(TargetConfig):
         "As in CarrierConfig: name endings of modules, a regular expression for whole names, or 'all-linear'."
         " None: all parameters that are trainable, such as those of a PEFT adapter.",
     )
-    k: int = described(200, "Basis vectors in all, shared out over the groups by the square root of their size.")
+    k: int = described(200, "Total number of basis vectors; groups get them by the square root of their size.")
     num_anchors: int = described(500, "Public records m whose gradients span the subspace, drawn at every refresh.")
     groups: list[str] | str = described(
         "layer",
-        "Parameters with a basis of their own: those of a 'layer', of a 'stage' (all in one numbered block), or a list"
-        " of expressions for parts of names, each one group. Smaller groups take less memory and time.",
+        "Parameters that share a basis: those of a 'layer', of a 'stage' (all in one numbered block), or a list of"
+        " expressions for parts of names, one per group. Smaller groups need less memory and time.",
     )
-    power_iterations: int = described(1, "Iterations of the power method; the paper finds one enough.")
-    refresh: int = described(1, "Compute the subspace every so many steps.")
-    residual: bool = described(True, "False releases the embedding only (B-GEP): less noise, and biased.")
-    residual_clip_norm: float | None = described(None, "S2, the residuals' clip norm. Default: a fifth of S1.")
+    power_iterations: int = described(1, "Iterations of the power method; one is enough in the paper.")
+    refresh: int = described(1, "Steps between two computations of the subspace.")
+    residual: bool = described(True, "False releases only the embedding (B-GEP), with less noise and a bias.")
+    residual_clip_norm: float | None = described(None, "S2, the clip norm of the residuals. Default: a fifth of S1.")
     dataset_name: str | None = described(None, "Name of the public dataset; DPTrainer sets it.")
-    dataset_fingerprint: str | None = described(None, "Hash of the public rows; DPTrainer sets it, or checks it.")
+    dataset_fingerprint: str | None = described(None, "Hash of the public rows; DPTrainer sets or checks it.")
 
     def __post_init__(self) -> None:
         if self.target_modules is not None:
             super().__post_init__()
-        elif given := [name for name in TARGETING if getattr(self, name) is not None] or self.bias != "none":
-            name = given[0] if isinstance(given, list) else "bias"
-            raise ValueError(
-                f"`{name}` must come with `target_modules`, got {getattr(self, name)!r} without. Without both, what is"
-                " trained is what has `requires_grad`."
-            )
+        else:
+            self._refuse_targeting()
         validate.integer_at_least(1, k=self.k, num_anchors=self.num_anchors)
         validate.integer_at_least(1, power_iterations=self.power_iterations, refresh=self.refresh)
         validate.one_of((True, False), residual=self.residual)
@@ -79,6 +81,15 @@ class AnchorConfig(TargetConfig):
         elif not self.groups or not all(isinstance(pattern, str) for pattern in self.groups):
             raise ValueError(f"`groups` must be 'layer', 'stage' or a list of expressions, got {self.groups!r}.")
 
+    def _refuse_targeting(self) -> None:
+        """Without `target_modules`, refuse the fields that refine it."""
+        for name, default in TARGETING.items():
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"`{name}` must come with `target_modules`, got {getattr(self, name)!r} without. Without both, all"
+                    " parameters with `requires_grad` are trained."
+                )
+
     def build(self, model: nn.Module, *, clipping: str = "flat", seed: int = 0) -> Anchors:
         validate.one_of(Anchors.CLIPPING, clipping=clipping)
         method = anchors_of(self, model, seed)
@@ -93,12 +104,12 @@ class AnchorConfig(TargetConfig):
 
 
 def anchors_of(config: AnchorConfig, model: nn.Module, seed: int = 0) -> Anchors:
-    """The method that a config means for a model, not attached yet; changes nothing."""
+    """The method of a config for a model, not attached yet. The model does not change."""
     parameters = {name: p for name, p in model.named_parameters() if name in trained(config, model)}
     names = group(config.groups, parameters)
     sizes = {key: sum(parameters[name].numel() for name in members) for key, members in names.items()}
     shares = share_out(config.k, sizes)
-    largest = max(shares, key=shares.get)
+    largest = max(shares, key=lambda key: shares[key])
     if shares[largest] > config.num_anchors:
         raise ValueError(
             f"`num_anchors` must be at least {shares[largest]}, the basis vectors of `{largest}`, got"
@@ -115,7 +126,7 @@ def anchors_of(config: AnchorConfig, model: nn.Module, seed: int = 0) -> Anchors
 
 
 def trained(config: AnchorConfig, model: nn.Module) -> set[str]:
-    """First names of the parameters that go through GEP."""
+    """First names of the parameters that GEP trains."""
     if config.target_modules is None:
         names = {name for name, p in model.named_parameters() if p.requires_grad}
         if not names:
@@ -127,24 +138,29 @@ def trained(config: AnchorConfig, model: nn.Module) -> set[str]:
 
 
 def group(groups: str | list[str], names: Iterable[str]) -> dict[str, list[str]]:
-    """Parameter names by group, in the paper's manner: by layer, by stage, or by the first expression that matches.
+    """Parameter names by group, as in the paper: by layer, by stage, or by the first expression that matches.
 
     >>> group("stage", ["embed.weight", "h.0.fc.weight", "h.0.fc.bias", "h.1.fc.weight"])
     {'embed': ['embed.weight'], 'h.0': ['h.0.fc.weight', 'h.0.fc.bias'], 'h.1': ['h.1.fc.weight']}
     """
-    found: dict[str, list[str]] = {} if isinstance(groups, str) else {pattern: [] for pattern in groups}
-    for name in (names := list(names)):
-        if isinstance(groups, str):
-            found.setdefault(_layer(name) if groups == "layer" else _stage(name), []).append(name)
-            continue
+    names = list(names)
+    if isinstance(groups, str):
+        key_of = _layer if groups == "layer" else _stage
+        found: dict[str, list[str]] = {}
+        for name in names:
+            found.setdefault(key_of(name), []).append(name)
+        return found
+    found = {pattern: [] for pattern in groups}
+    for name in names:
         pattern = next((p for p in groups if re.match(rf"(.*\.)?({p})(\..*)?$", name)), None)
         if pattern is None:
             raise ValueError(
                 f"`groups` must match every trained parameter, got none for `{name}`. Add '.*' at the end."
             )
         found[pattern].append(name)
-    if empty := [pattern for pattern, members in found.items() if not members]:
-        raise ValueError(f"`groups` must match trained parameters, got {empty[0]!r}. {closest(empty[0], names)}")
+    for pattern, members in found.items():
+        if not members:
+            raise ValueError(f"`groups` must match trained parameters, got {pattern!r}. {closest(pattern, names)}")
     return found
 
 
@@ -158,7 +174,7 @@ def _stage(name: str) -> str:
 
 
 def share_out(k: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Basis vectors by group: proportional to sqrt(size), at least one, never more than the group has numbers.
+    """Basis vectors by group: proportional to sqrt(size), at least one, and at most the size.
 
     >>> share_out(12, {"head": 100, "body": 10_000})
     {'head': 1, 'body': 11}
@@ -175,6 +191,7 @@ def share_out(k: int, sizes: Mapping[str, int]) -> dict[str, int]:
         open_groups = [key for key, share in shares.items() if share < sizes[key]]
         if not open_groups:
             break
-        # Webster's rule: each further vector goes where the quotient of weight and seats is largest.
-        shares[max(open_groups, key=lambda key: math.sqrt(sizes[key]) / (2 * shares[key] + 1))] += 1
+        # Webster's rule: the next vector goes to the group with the largest quotient of weight and seats.
+        largest = max(open_groups, key=lambda key: math.sqrt(sizes[key]) / (2 * shares[key] + 1))
+        shares[largest] += 1
     return shares

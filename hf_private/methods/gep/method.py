@@ -1,17 +1,17 @@
-"""GEP and B-GEP: gradients embedded in a subspace that public data spans, and what is left of them.
+"""GEP and B-GEP: gradients embedded in a subspace that public data spans, and their residuals.
 
-GEP (Yu et al. 2021, Algorithm 1) takes anchor gradients G of m public records, finds by power iteration an orthonormal
-basis B (k, p) of their principal directions, and of each private gradient g releases
+GEP (Yu et al. 2021, Algorithm 1) takes anchor gradients G of m public records and finds an orthonormal basis B (k, p)
+of their principal directions by power iteration. Of each private gradient g it releases
 
     w = B g            the embedding, clipped to S1: k noised numbers, most of the gradient
     r = g - B^T w      the residual, clipped to S2, which can be small
 
-so that B^T w + r is g again. B-GEP releases w only, and is biased by r. Parameters are cut into groups, each with a
-basis of its own (the paper's parameter grouping).
+so that B^T w + r = g. B-GEP releases only w, and is biased by r. Parameters are split into groups, each with its own
+basis (the paper's parameter grouping).
 
-Neither B x p private gradients nor m x p anchor gradients exist here. Embeddings are read off inside the backward
+Neither B x p private gradients nor m x p anchor gradients exist here. Embeddings are computed inside the backward
 pass; the norm of r follows from those of g and w, and its clipped sum is sum_n c_n g_n - B^T sum_n c_n w_n. Where
-gradients of a parameter must be formed, at most k of them live at a time, as many as there are basis vectors.
+gradients of a parameter must be formed, at most k of them exist at a time, as many as there are basis vectors.
 
 Index letters as in persample.py, and j for basis vectors.
 """
@@ -19,13 +19,14 @@ Index letters as in persample.py, and j for basis vectors.
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
-from typing import NamedTuple, Protocol
+from functools import reduce
+from operator import add
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hf_private.gradients.method import Factors, Method
+from hf_private.gradients.method import Clip, Method
 from hf_private.gradients.persample import Dense, Outer, PerSample, Rows, Tied, sq_norms, weighted_sum, widen
 from hf_private.gradients.tensors import accumulation_dtype
 from hf_private.methods.subspace import orthonormal, public_generator
@@ -33,8 +34,8 @@ from hf_private.methods.subspace import orthonormal, public_generator
 # Slack s of the residual's norm^2, which is taken as |g|^2 - |w|^2 + s|g|^2. It covers rounding, which is relative to
 # |g| and not to |r|, and by bounding c|g| <= S2 / sqrt(s) it keeps small the rounding of the two sums that cancel.
 SLACK = {torch.float32: 1e-4, torch.float64: 1e-12}
-LARGEST_DEFECT = 1e-3  # of |B B^T - I|: beyond, B is no basis
-COPIES = 2  # the basis and the product that becomes the next one; a group more while it is orthonormalised
+LARGEST_DEFECT = 1e-3  # of |B B^T - I|: above, B is not a basis
+COPIES = 2  # the basis and the product that becomes the next one; the largest group twice more while orthonormalising
 
 
 class Group(NamedTuple):
@@ -44,14 +45,7 @@ class Group(NamedTuple):
     k: int
 
 
-class Clip(Factors, Protocol):
-    """What GEP needs of clipping.Clipping besides: it clips twice, with two norms."""
-
-    mode: str
-    clip_norm: float
-
-
-# books(step, method): the books of the step's public micro-batches, written by `method`; the same at every call.
+# books(step, method): the entries that `method` makes for the public micro-batches of a step; equal at every call.
 Books = Callable[[int, Method], Iterable[Mapping[str, PerSample]]]
 
 
@@ -91,18 +85,15 @@ def combine(value: PerSample, weights: Tensor) -> Tensor:
         return torch.stack([value.weighted_sum(c) for c in weights.t()])
     k = weights.shape[1]
     parts = zip(weights.split(k), formed(value, k), strict=True)
-    total = sum(a.t() @ g.to(a.dtype) for a, g in parts)
+    total = reduce(add, (a.t() @ g.to(a.dtype) for a, g in parts))
     shape = value.shape if isinstance(value, Outer) else value.dense().shape[1:]
     return total.view(k, *shape)
 
 
 def defect(basis: Iterable[Tensor]) -> float:
     """|B B^T - I| (Frobenius) of a basis in slices (k, ...), in float64: how far it is from orthonormal."""
-    gram = 0
-    for part in basis:
-        for columns in part.flatten(1).split(1 << 16, dim=1):
-            columns = columns.double()
-            gram = gram + columns @ columns.t()
+    slices = (columns.double() for part in basis for columns in part.flatten(1).split(1 << 16, dim=1))
+    gram = reduce(add, (columns @ columns.t() for columns in slices))
     return torch.linalg.matrix_norm(gram - torch.eye(len(gram), dtype=gram.dtype, device=gram.device)).item()
 
 
@@ -117,16 +108,16 @@ class Anchors(Method):
     """GEP on all trainable parameters, or B-GEP if `residual` is False.
 
     Args:
-        groups: Parameters that share a basis, and its size, by the group's name; every parameter is in one group.
-        books: Public gradients: `books(step, method)` gives the books that `method` writes for the public
+        groups: Parameters that share a basis, and its size, by name of the group; every parameter is in one group.
+        books: Public gradients: `books(step, method)` yields the entries that `method` makes for the public
             micro-batches of a step. May be set later, before the first step.
         power_iterations: Iterations t of Algorithm 1; each reads the public records once.
-        refresh: The basis is computed every so many steps.
-        residual: Release the residual too (GEP), with S2 = `residual_clip_norm`, a fifth of S1 by default. S1 is the
-            run's clip norm.
-        seed: Public; with the step and the parameter's name it gives the power iteration's start.
+        refresh: Steps between two computations of the basis.
+        residual: Release the residual too (GEP), with S2 = `residual_clip_norm`, by default a fifth of S1. S1 is the
+            clip norm of the run.
+        seed: Public; the start of the power iteration depends on the seed, the step and the name of the parameter.
 
-    Guarantee: the embeddings' sum has sensitivity S1 and the residuals' S2, whatever the gradients are. Both are
+    Guarantee: the sum of embeddings has sensitivity S1 and that of residuals S2, whatever the gradients are. Both are
     releases on one sample, so each gets sqrt(2) of the effective noise multiplier.
 
     >>> method = Anchors({"head": Group(("weight", "bias"), k=3)})
@@ -150,17 +141,22 @@ class Anchors(Method):
         residual_clip_norm: float | None = None,
         seed: int = 0,
     ) -> None:
-        self.groups, self.books = dict(groups), books
-        self.power_iterations, self.refresh, self.seed = power_iterations, refresh, seed
-        self.residual, self.residual_clip_norm = residual, residual_clip_norm
+        self.groups = dict(groups)
+        self.books = books
+        self.power_iterations = power_iterations
+        self.refresh = refresh
+        self.residual = residual
+        self.residual_clip_norm = residual_clip_norm
+        self.seed = seed
         self.group_of = {name: group for group, (names, _) in self.groups.items() for name in names}
         self.basis: dict[str, Tensor] = {}  # (k, *shape) by parameter: its columns of the group's B
         self.slack = math.nan
 
     def attach(self, parameters: Mapping[str, nn.Parameter]) -> None:
         super().attach(parameters)
-        if wrong := sorted(self.group_of.keys() ^ parameters.keys()):
-            got = "in no group" if wrong[0] in parameters else "in a group and frozen or absent"
+        wrong = sorted(self.group_of.keys() ^ parameters.keys())
+        if wrong:
+            got = "in no group" if wrong[0] in parameters else "in a group, but frozen or absent"
             raise ValueError(f"`groups` must hold the trainable parameters, each once, got `{wrong[0]}` {got}.")
         self._check_memory()
         self.basis = {}
@@ -170,45 +166,43 @@ class Anchors(Method):
     # ---- what is released
 
     def read(self, name: str, value: PerSample) -> dict[str, PerSample]:
-        """A use of a parameter: its gradients as they are, and their share of the group's embedding."""
-        values = super().observe(name, value)
-        return values | {f"@{self.group_of[name]}": Dense(embed(values[name], self.basis[name]))}
+        """The entries for one use of a parameter: its gradients, and their share of the embedding of its group."""
+        entries = super().observe(name, value)
+        return entries | {f"@{self.group_of[name]}": Dense(embed(entries[name], self.basis[name]))}
 
     def observe(self, name: str, value: PerSample) -> dict[str, PerSample]:
-        records = self.read(name, value)
+        entries = self.read(name, value)
         if not self.residual:  # then the gradients are dropped inside the backward pass
-            del records[name]
-        return records
+            del entries[name]
+        return entries
 
-    def clipped_sums(
-        self, records: Mapping[str, PerSample], clipping: Clip, onto: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Tensor]:
+    def add_clipped_sums(self, entries: dict[str, PerSample], clipping: Clip, sums: dict[str, Tensor]) -> None:
         if clipping.mode not in self.CLIPPING:
             raise ValueError(
                 f"`clipping` must be one of {self.CLIPPING} with `anchors`, got {clipping.mode!r}: GEP clips"
                 " embeddings and residuals as a whole."
             )
-        embeddings = {block: value for block, value in records.items() if block not in self.parameters}
-        sq_embedding = sum(value.g.double().square().sum(1) for value in embeddings.values())
-        dtype = next(iter(embeddings.values())).g.dtype  # clip factors leave room for the rounding of this type
+        embeddings = {block: entries.pop(block).dense() for block in list(entries) if block not in self.parameters}
+        sq_embedding = reduce(add, (w.double().square().sum(1) for w in embeddings.values()))
+        dtype = next(iter(embeddings.values())).dtype  # clip factors leave room for the rounding of this type
         factor = clipping.factors({"w": sq_embedding.to(dtype)})["w"]
-        sums = {block: weighted_sum(value, factor) for block, value in embeddings.items()}
+        for block, w in embeddings.items():
+            _accumulate(sums, block, weighted_sum(Dense(w), factor))
         if not self.residual:
-            return sums
+            return
 
-        values = {name: value for name, value in records.items() if name in self.parameters}
-        sq_norm = sum(value.double() for value in sq_norms(values).values())
+        sq_norm = reduce(add, (value.double() for value in sq_norms(entries).values()))
         sq_residual = (sq_norm - sq_embedding).clamp_min(0) + self.slack * sq_norm
-        second = replace(clipping, clip_norm=self._second_clip_norm(clipping.clip_norm))
+        second = clipping.with_norm(self._second_clip_norm(clipping.clip_norm))
         factor = second.factors({"r": sq_residual.to(dtype)})["r"]
-        # A parameter that no record reached has a residual all the same, if its group has an embedding.
-        for block, value in embeddings.items():
-            embedded = weighted_sum(value, factor)
+        for block, w in embeddings.items():
+            embedded = weighted_sum(Dense(w), factor)
+            # A parameter that no record reached has a residual too, if its group has an embedding.
             for name in self.groups[block[1:]].names:
-                sums[name] = -torch.tensordot(embedded, self.basis[name], 1)
-                if name in records:
-                    sums[name] += weighted_sum(records[name], factor)
-        return sums
+                residual = -torch.tensordot(embedded, self.basis[name], 1)
+                if name in entries:
+                    residual += weighted_sum(entries.pop(name), factor)
+                _accumulate(sums, name, residual)
 
     def _second_clip_norm(self, clip_norm: float) -> float:
         """S2, from S1."""
@@ -225,13 +219,9 @@ class Anchors(Method):
         """Two releases on one sample, together worth `noise_multiplier`: (1/s^2 + 1/s^2)^(-1/2) = s / sqrt(2)."""
         return (noise_multiplier * math.sqrt(2),) * 2 if self.residual else (noise_multiplier,)
 
-    def gradients(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        result = {}
-        for name, basis in self.basis.items():
-            result[name] = torch.tensordot(sums[f"@{self.group_of[name]}"], basis, 1)
-            if self.residual:
-                result[name] += sums[name]
-        return result
+    def gradient(self, name: str, sums: Mapping[str, Tensor]) -> Tensor:
+        embedded = torch.tensordot(sums[f"@{self.group_of[name]}"], self.basis[name], 1)
+        return embedded.add_(sums[name]) if self.residual else embedded
 
     # ---- public quantities: the anchor subspace
 
@@ -243,58 +233,54 @@ class Anchors(Method):
         """First stage of Algorithm 1, streaming over public micro-batches: A = G B^T and B = A^T G."""
         if self.books is None:
             raise ValueError(
-                "`anchor_dataset` must be given with `anchors`, got None. Public, unlabelled data is enough."
+                "`anchor_dataset` must be given with `anchors`, got None. It may be public data without labels."
             )
-        self.basis = {}  # frees the last one
+        self.basis = {}  # frees the previous one
         self.basis = {name: self._gaussian(name, step) for name in self.parameters}
         for _ in range(self.power_iterations):
             product = {name: torch.zeros_like(basis) for name, basis in self.basis.items()}
-            for records in self.books(step, _PublicBook(self)):
-                self._add(product, records)
+            for entries in self.books(step, _PublicBook(self)):
+                self._add(product, entries)
             for group in self.groups.values():
                 self._orthonormalise(group, product)
         _broadcast_first(self.basis)
         worst = max(defect([self.basis[name] for name in group.names]) for group in self.groups.values())
         if not worst <= LARGEST_DEFECT:
-            raise RuntimeError(
-                f"The anchor subspace must be orthonormal, got |BB^T - I| = {worst}: use another dtype."
-            )
+            raise RuntimeError(f"`basis` must be orthonormal, got |BB^T - I| = {worst}. Use another dtype.")
         self.slack = SLACK[next(iter(self.basis.values())).dtype] + worst
 
-    def _add(self, product: dict[str, Tensor], records: Mapping[str, PerSample]) -> None:
-        """Add a micro-batch to B = A^T G; public records whose gradient is not finite are left out."""
+    def _add(self, product: dict[str, Tensor], entries: Mapping[str, PerSample]) -> None:
+        """Add a micro-batch to B = A^T G, without public records whose gradient is not finite."""
         for group, (names, _) in self.groups.items():
-            if f"@{group}" not in records:
+            if f"@{group}" not in entries:
                 continue
-            a = records[f"@{group}"].g
+            a = entries[f"@{group}"].dense()
             keep = a.isfinite().all(1)
             for name in names:
-                if name in records:
-                    value = records[name] if keep.all() else records[name].masked(keep)
+                if name in entries:
+                    value = entries[name] if keep.all() else entries[name].masked(keep)
                     product[name] += combine(value, a.where(keep.unsqueeze(1), 0))
 
     def _orthonormalise(self, group: Group, product: dict[str, Tensor]) -> None:
         rows = torch.cat([product.pop(name).flatten(1) for name in group.names], 1)
-        if not rows.any():  # zero gradients have no principal directions: any will do
+        if not rows.any():  # zero gradients have no principal directions: keep the start
             rows = torch.cat([self.basis[name].flatten(1) for name in group.names], 1)
         sizes = [self.parameters[name].numel() for name in group.names]
         for name, part in zip(group.names, orthonormal(rows.t()).t().split(sizes, 1), strict=True):
             self.basis[name] = part.reshape(group.k, *self.parameters[name].shape)
 
     def _gaussian(self, name: str, step: int) -> Tensor:
-        """Start of the power iteration (k, *shape): the same on every rank and in every run with this seed."""
+        """Start of the power iteration (k, *shape): equal on every rank and in every run with this seed."""
         generator = public_generator(self.seed, step, name)
-        p, k = self.parameters[name], self.groups[self.group_of[name]].k
+        p = self.parameters[name]
+        k = self.groups[self.group_of[name]].k
         return torch.randn(k, *p.shape, generator=generator, dtype=accumulation_dtype(p)).to(p.device)
 
     @property
     def basis_bytes(self) -> int:
-        """Most memory that the bases take: sum_g k_g p_g, twice, and the largest group once more."""
+        """Peak memory of the bases: COPIES of sum_g k_g p_g, and as many of the largest group."""
         sizes = [
-            sum(
-                k * self.parameters[name].numel() * accumulation_dtype(self.parameters[name]).itemsize
-                for name in names
-            )
+            sum(k * p.numel() * accumulation_dtype(p).itemsize for p in map(self.parameters.__getitem__, names))
             for names, k in self.groups.values()
         ]
         return COPIES * sum(sizes) + COPIES * max(sizes)
@@ -310,15 +296,23 @@ class Anchors(Method):
             )
 
 
+def _accumulate(sums: dict[str, Tensor], block: str, value: Tensor) -> None:
+    """Add a micro-batch's part to a block; the first part becomes the sum."""
+    sums[block] = sums[block].add_(value) if block in sums else value
+
+
 class _PublicBook(Method):
-    """What is read of a public record: gradients and embeddings, for B-GEP too."""
+    """Reads gradients and embeddings of public records, for B-GEP too."""
 
     def __init__(self, anchors: Anchors) -> None:
-        self.observe = anchors.read
+        self.anchors = anchors
+
+    def observe(self, name: str, value: PerSample) -> dict[str, PerSample]:
+        return self.anchors.read(name, value)
 
 
 def _broadcast_first(basis: Mapping[str, Tensor]) -> None:
-    """All ranks take the first one's basis: rounding that differs turns directions of little weight."""
+    """Give all ranks the basis of the first: different rounding would turn directions of little weight."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         for part in basis.values():
             torch.distributed.broadcast(part, src=0)

@@ -1,11 +1,11 @@
-"""Public records for GEP: which they are, that none of them is a training record, and their gradients.
+"""Public records for GEP: their selection, the check that none is a training record, and their gradients.
 
 All randomness here is public, a function of (seed, step): every rank and every power iteration sees the same records,
-labels and dropout. It never reaches the generators that the private pass draws from.
+labels and dropout masks. It never affects the generators of the private pass.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -26,25 +26,26 @@ from hf_private.tasks.synthetic import random_labels
 from .config import AnchorConfig
 
 NUMBERING = ("id", "idx", "index")
-LOOKED_AT = 50_000  # rows of a dataset, spread evenly over it, that are hashed
+LOOKED_AT = 50_000  # at most so many rows are hashed, spread evenly over a dataset
 OWN_LABELS = (Head.CAUSAL_LM, Head.MASKED_LM, Head.SEQ2SEQ_LM)
 
 
 def checked_anchors(config: AnchorConfig | None, dataset: Any, training: Any) -> AnchorConfig | None:
-    """The config with the public dataset's name and fingerprint in it; refuses private records among its rows."""
+    """The config with the name and fingerprint of the public dataset. Refuses one that contains training records."""
     if config is None and dataset is None:
         return None
     if config is None or dataset is None:
         given, missing = ("anchors", "anchor_dataset") if dataset is None else ("anchor_dataset", "anchors")
         raise ValueError(
             f"`{missing}` must be given with `{given}`, got None. GEP needs DPConfig(anchors=AnchorConfig(...)) and"
-            " DPTrainer(anchor_dataset=...), public records that need no labels."
+            " DPTrainer(anchor_dataset=...) with public records, which need no labels."
         )
     if not hasattr(dataset, "__getitem__") or not len(dataset):
         raise ValueError(f"`anchor_dataset` must have rows and random access, got {type(dataset).__name__}.")
     if training is not None:
         check_apart(dataset, training)
-    found, stated = fingerprint(dataset), config.dataset_fingerprint
+    found = fingerprint(dataset)
+    stated = config.dataset_fingerprint
     if stated not in (None, found):
         raise ValueError(f"`dataset_fingerprint` must be that of `anchor_dataset`, {found}, got {stated}.")
     info = getattr(dataset, "info", None)
@@ -53,7 +54,7 @@ def checked_anchors(config: AnchorConfig | None, dataset: Any, training: Any) ->
 
 
 def fingerprint(dataset: Any) -> str:
-    """Hash of a dataset's rows: 16 hexadecimal digits, the same whatever class holds them.
+    """Hash of the rows of a dataset: 16 hexadecimal digits, equal for equal rows in any class of dataset.
 
     >>> fingerprint([{"text": "a"}, {"text": "b"}]) == fingerprint([{"text": "b"}, {"text": "a"}])
     False
@@ -65,23 +66,27 @@ def fingerprint(dataset: Any) -> str:
 
 
 def check_apart(anchors: Any, training: Any) -> None:
-    """Refuse public data that shares records with the private data; of long datasets a part is looked at.
+    """Refuse public data that shares records with the private data; of long datasets only a part is compared.
 
     Labels do not count: the same text or image with another label is the same record.
     """
     same = anchors is training or getattr(anchors, "_fingerprint", 0) == getattr(training, "_fingerprint", 1)
-    if not same and len(anchors) and len(training):
-        first = [next(_rows(dataset)) for dataset in (anchors, training)]
-        columns = sorted(_columns(first[0]) & _columns(first[1]))
-        known = {_digest(row, columns) for row in _rows(anchors)} if columns else set()
-        shared = sum(_digest(row, columns) in known for row in _rows(training)) if columns else 0
-    else:
-        shared = len(training)
+    shared = len(training) if same else _shared_rows(anchors, training)
     if shared:
         raise ValueError(
             f"`anchor_dataset` must be public, got one that shares {shared} rows with `train_dataset`. The subspace is"
-            " published: take them out of one of the two."
+            " published: remove these rows from one of the two."
         )
+
+
+def _shared_rows(anchors: Any, training: Any) -> int:
+    if not len(anchors) or not len(training):
+        return 0
+    columns = sorted(_columns(next(_rows(anchors))) & _columns(next(_rows(training))))
+    if not columns:
+        return 0
+    known = {_digest(row, columns) for row in _rows(anchors)}
+    return sum(_digest(row, columns) in known for row in _rows(training))
 
 
 def _rows(dataset: Any) -> Iterator[Any]:
@@ -93,11 +98,18 @@ def _columns(row: Any) -> set[str]:
     return {name for name in row if name not in LABEL_NAMES + NUMBERING} if isinstance(row, Mapping) else {""}
 
 
-def _digest(row: Any, columns: Any) -> bytes:
-    """Hash of a row's columns; lists, arrays, tensors and images with the same content have the same."""
+def _cell(row: Any, name: str) -> Any:
+    """A column of a row; of a tuple such as (image, label) the first element, of anything else the row itself."""
+    if isinstance(row, Mapping):
+        return row[name]
+    return row[0] if isinstance(row, tuple | list) else row
+
+
+def _digest(row: Any, columns: Iterable[str]) -> bytes:
+    """Hash of the columns of a row, equal for lists, arrays, tensors and images with the same content."""
     total = hashlib.blake2b(digest_size=16)
     for name in sorted(columns):
-        value = row[name] if isinstance(row, Mapping) else row[0] if isinstance(row, (tuple, list)) else row
+        value = _cell(row, name)
         try:
             array = np.asarray(value)
         except ValueError:  # a ragged list
@@ -110,12 +122,12 @@ def _digest(row: Any, columns: Any) -> bytes:
 
 
 class AnchorData:
-    """The public micro-batches of a step: records with labels drawn at random, or a text's own for language models.
+    """The public micro-batches of a step: records with random labels, or for language models with those of the text.
 
     Args:
         dataset: Public records; labels are not needed.
         collator: List of records to a batch of tensors.
-        model: Its head says what labels are.
+        model: Its head determines the labels.
         num_anchors: Records m in a step; all, if there are fewer.
         max_rows, max_tokens: Size of a micro-batch. Changes speed and memory only.
         seed: Public.
@@ -132,11 +144,16 @@ class AnchorData:
         max_tokens: int | None = None,
         seed: int = 0,
     ) -> None:
-        self.dataset, self.collator, self.model, self.seed = dataset, collator, model, seed
-        self.num_anchors, self.max_rows, self.max_tokens = num_anchors, max_rows, max_tokens
+        self.dataset = dataset
+        self.collator = collator
+        self.model = model
+        self.num_anchors = num_anchors
+        self.max_rows = max_rows
+        self.max_tokens = max_tokens
+        self.seed = seed
 
     def __call__(self, step: int) -> Iterator[dict[str, Any]]:
-        """Collated micro-batches of public records; the same for the same step."""
+        """Collated micro-batches of public records, equal for equal steps."""
         generator = public_generator("anchors", self.seed, step)
         chosen = torch.randperm(len(self.dataset), generator=generator)[: self.num_anchors].tolist()
         records = [self.dataset[index] for index in chosen]
@@ -146,7 +163,7 @@ class AnchorData:
     def _labelled(self, batch: dict[str, Any], generator: torch.Generator) -> dict[str, Any]:
         try:
             head = head_of(self.model)
-        except ValueError:  # a head that only the user's loss knows: the labels are the dataset's own
+        except ValueError:  # a head that only the user's loss knows: use the labels of the dataset
             return batch
         if head is Head.CAUSAL_LM and "labels" not in batch:
             labels = batch["input_ids"]
@@ -159,7 +176,7 @@ class AnchorData:
 
 
 class AnchorBooks:
-    """The books of public micro-batches: `books(step, method)`, see `methods.anchors.Books`."""
+    """The entries of public micro-batches: `books(step, method)`, see `Books` in method.py."""
 
     def __init__(
         self,
@@ -168,20 +185,23 @@ class AnchorBooks:
         batches: Callable[[int], Iterator[Mapping[str, Any]]],
         seed: int = 0,
     ) -> None:
-        self.model, self.per_sample_loss, self.batches, self.seed = model, per_sample_loss, batches, seed
+        self.model = model
+        self.per_sample_loss = per_sample_loss
+        self.batches = batches
+        self.seed = seed
 
     def __call__(self, step: int, method: Method) -> Iterator[Mapping[str, PerSample]]:
-        """Run the model on the public records in the mode it is in, and leave it as it was."""
+        """Run the model on the public records in its current mode, and restore it."""
         with public_randomness(self.seed, step):
             for batch in self.batches(step):
                 with torch.enable_grad(), BookKeeper(self.model, method) as book:
                     book.backward(self.per_sample_loss(self.model, batch))
-                    yield book.records()
+                    yield book.entries()
 
 
 @contextmanager
 def public_randomness(seed: int, step: int) -> Iterator[None]:
-    """Global generators as a function of (seed, step); their secret state is put back at the end."""
+    """Make the global generators a function of (seed, step); restore their secret state at the end."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(public_generator("anchors", seed, step).initial_seed())
         yield

@@ -14,19 +14,19 @@ from tests.support import families as cases
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"k": 0}, "`k` must be a whole number >= 1, got 0"),
+        ({"k": 0}, "`k`.*got 0"),
         ({"num_anchors": 0}, "`num_anchors`"),
         ({"power_iterations": 0}, "`power_iterations`"),
         ({"refresh": 0}, "`refresh`"),
         ({"residual": "yes"}, "`residual`"),
-        ({"residual_clip_norm": 0}, "`residual_clip_norm` must be > 0, got 0"),
-        ({"residual_clip_norm": math.inf}, "`residual_clip_norm` must be finite"),
-        ({"residual_clip_norm": 1.0, "residual": False}, "None with residual=False"),
-        ({"groups": "block"}, "`groups` must be one of 'layer', 'stage', got 'block'"),
-        ({"groups": []}, "`groups` must be 'layer'"),
-        ({"modules_to_save": ["head"]}, "`modules_to_save` must come with `target_modules`"),
-        ({"bias": "all"}, "`bias` must come with `target_modules`"),
-        ({"target_modules": []}, "`target_modules` must name modules"),
+        ({"residual_clip_norm": 0}, "`residual_clip_norm`.*got 0"),
+        ({"residual_clip_norm": math.inf}, "`residual_clip_norm`"),
+        ({"residual_clip_norm": 1.0, "residual": False}, "`residual_clip_norm`"),
+        ({"groups": "block"}, "`groups`.*got 'block'"),
+        ({"groups": []}, "`groups`"),
+        ({"modules_to_save": ["head"]}, "`modules_to_save`.*`target_modules`"),
+        ({"bias": "all"}, "`bias`.*`target_modules`"),
+        ({"target_modules": []}, "`target_modules`"),
     ],
 )
 def test_wrong_settings_are_named(settings, message):
@@ -49,11 +49,11 @@ def test_groups_and_shares():
         "head|embed": [names[0], *names[4:]],
         r"stages\.\d": names[1:4],
     }
-    with pytest.raises(ValueError, match="`groups` must match every trained parameter, got none for `embed.weight`"):
+    with pytest.raises(ValueError, match="`groups`.*`embed.weight`"):
         group(["stages", "head"], names)
-    with pytest.raises(ValueError, match="`groups` must match trained parameters, got 'tail'"):
+    with pytest.raises(ValueError, match="`groups`.*got 'tail'"):
         group(["tail", ".*"], names)
-    with pytest.raises(ValueError, match="`k` must be at least 2"):
+    with pytest.raises(ValueError, match="`k`"):
         share_out(1, {"a": 5, "b": 5})
     assert share_out(30, {"a": 400, "b": 1600}) == {"a": 10, "b": 20}
     assert share_out(9, {"a": 2, "b": 10**6}) == {"a": 1, "b": 8}
@@ -67,9 +67,9 @@ def test_what_is_trained():
     assert set(trainable(model)) == wanted == set(method.group_of)
     model, _ = cases.build("bert")
     assert set(anchors_of(AnchorConfig(k=100), model).group_of) == set(trainable(model))
-    with pytest.raises(ValueError, match="`num_anchors` must be at least 11"):
+    with pytest.raises(ValueError, match="`num_anchors`.*11"):
         anchors_of(AnchorConfig(k=11, num_anchors=5, groups=[".*"]), model)
-    with pytest.raises(ValueError, match="`groups` must hold the trainable parameters.*in no group"):
+    with pytest.raises(ValueError, match="`groups`.*got `"):
         Anchors({"all": Group(("classifier.bias",), 1)}).attach(trainable(model))
 
 

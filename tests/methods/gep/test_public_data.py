@@ -94,26 +94,26 @@ def test_labels_are_drawn_anew_at_every_step_and_are_not_the_datasets():
 
 def test_shared_records_are_refused(tmp_path):
     train = tiny.text()
-    with pytest.raises(ValueError, match="`anchor_dataset` must be public, got one that shares 40 rows"):
+    with pytest.raises(ValueError, match="`anchor_dataset`.* 40 "):
         gep_trainer(tmp_path, records=train, anchor_dataset=train)
     other_label = public_text()[:5] + [{"input_ids": train[3]["input_ids"], "labels": 1 - train[3]["labels"]}]
-    with pytest.raises(ValueError, match="shares 1 rows"):
+    with pytest.raises(ValueError, match="`anchor_dataset`.* 1 "):
         gep_trainer(tmp_path, records=train, anchor_dataset=other_label)
-    with pytest.raises(ValueError, match="shares 1 rows"):
+    with pytest.raises(ValueError, match="`anchor_dataset`.* 1 "):
         check_apart(Dataset.from_list(other_label), [{"input_ids": torch.tensor(r["input_ids"])} for r in train])
     dataset = Dataset.from_list(train)
-    with pytest.raises(ValueError, match="shares 40 rows"):
+    with pytest.raises(ValueError, match="`anchor_dataset`.* 40 "):
         check_apart(dataset, dataset.select(range(40)))
     check_apart(public_text(), train)
     check_apart([{"text": "a"}], [{"image": np.zeros(3)}])
 
 
 def test_both_the_config_and_the_data_are_needed(tmp_path):
-    with pytest.raises(ValueError, match="`anchor_dataset` must be given with `anchors`"):
+    with pytest.raises(ValueError, match="`anchor_dataset`.*`anchors`"):
         gep_trainer(tmp_path, anchor_dataset=None)
-    with pytest.raises(ValueError, match="`anchors` must be given with `anchor_dataset`"):
+    with pytest.raises(ValueError, match="`anchors`.*`anchor_dataset`"):
         tiny.trainer(tmp_path, anchor_dataset=public_text())
-    with pytest.raises(ValueError, match="`anchor_dataset` must have rows"):
+    with pytest.raises(ValueError, match="`anchor_dataset`.*got "):
         gep_trainer(tmp_path, anchor_dataset=[])
 
 
@@ -125,5 +125,5 @@ def test_fingerprints():
     assert fingerprint(Dataset.from_list(rows)) == fingerprint(rows) != fingerprint(rows[1:])
     assert fingerprint([{"x": [1.0, 2.0]}]) == fingerprint([{"x": torch.tensor([1.0, 2.0])}])
     config.dataset_fingerprint = "0123456789abcdef"
-    with pytest.raises(ValueError, match="`dataset_fingerprint` must be that of `anchor_dataset`"):
+    with pytest.raises(ValueError, match="`dataset_fingerprint`.*`anchor_dataset`"):
         checked_anchors(config, rows, None)

@@ -44,7 +44,8 @@ def sums_of(basis, g, form, clipping, slack=None):
     else:  # 20 positions, more than the gradient's rank: nothing is gained by forming it
         value = Outer(torch.eye(20).expand(len(g), 20, 20), g)
         value.instantiating_is_smaller = lambda: False
-    sums = method.clipped_sums(method.observe("w", value), clipping)
+    sums = {}
+    method.add_clipped_sums(method.observe("w", value), clipping, sums)
     return [part.double() for part in released(method, sums)]
 
 
@@ -96,10 +97,10 @@ def test_a_record_that_is_not_finite_is_left_out():
 
 def test_per_layer_clipping_is_refused():
     basis, g = adversarial(10)
-    with pytest.raises(ValueError, match="`clipping` must be one of"):
+    with pytest.raises(ValueError, match="`clipping`"):
         sums_of(basis, g, "dense", Clipping("per-layer"))
     model = MLP()
-    with pytest.raises(ValueError, match="`clipping` must be one of"):
+    with pytest.raises(ValueError, match="`clipping`"):
         resolve_method(AnchorConfig(k=5), model, clipping="per-layer")
 
 
@@ -148,5 +149,6 @@ def test_a_gradient_of_millions_of_equal_numbers_stays_within_the_second_clip_no
     method.attach({"w": nn.Parameter(torch.zeros(shape))})
     method.basis = {"w": basis.view(1, *shape)}
     method.slack = anchors.SLACK[torch.float32] + defect([basis])
-    sums = method.clipped_sums(method.observe("w", Dense(g.unsqueeze(0))), Clipping("flat", clip_norm=1.0))
+    sums = {}
+    method.add_clipped_sums(method.observe("w", Dense(g.unsqueeze(0))), Clipping("flat", clip_norm=1.0), sums)
     assert sums["w"].double().norm() <= 0.2

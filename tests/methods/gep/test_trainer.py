@@ -86,7 +86,7 @@ def test_gradients_that_are_zero_leave_an_orthonormal_basis():
 def test_without_anchor_data_there_is_no_step():
     method = Anchors({"all": Group(("weight", "bias"), 2)})
     method.attach(dict(nn.Linear(3, 2).named_parameters()))
-    with pytest.raises(ValueError, match="`anchor_dataset` must be given"):
+    with pytest.raises(ValueError, match="`anchor_dataset`"):
         method.begin_step(0)
 
 
@@ -149,7 +149,7 @@ def private_pass(model, method, parts):
     for part in parts:
         with BookKeeper(model, method) as book:
             book.backward(cross_entropy(model, part))
-            method.clipped_sums(book.records(), Clipping())
+            method.add_clipped_sums(dict(book.entries()), Clipping(), {})
 
 
 def test_memory_is_that_of_the_basis_whatever_m_and_the_batch():
@@ -175,13 +175,11 @@ def test_a_basis_that_is_too_large_is_refused_before_it_is_allocated(monkeypatch
     with torch.device("meta"):
         model = nn.Linear(100_000, 100_000, bias=False)
     method = Anchors({"all": Group(("weight",), 100)})
-    with pytest.raises(
-        ValueError, match=r"`k` must leave the basis below .* GiB.*got 100 vectors in 1 groups: \d+\.\d GiB"
-    ):
+    with pytest.raises(ValueError, match=r"`k`.*got 100 vectors in 1 groups: \d+\.\d GiB"):
         method.attach(trainable(model))
     small = nn.Linear(4, 4, bias=False)
     monkeypatch.setattr(anchors, "memory_limit", lambda device: 16 * 3 * 4 * 4 - 1)
-    with pytest.raises(ValueError, match="`k` must leave"):
+    with pytest.raises(ValueError, match="`k`"):
         Anchors({"all": Group(("weight",), 3)}).attach(trainable(small))
     monkeypatch.setattr(anchors, "memory_limit", lambda device: 16 * 3 * 4 * 4)
     Anchors({"all": Group(("weight",), 3)}).attach(trainable(small))
