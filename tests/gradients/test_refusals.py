@@ -9,16 +9,16 @@ from torch import nn
 
 from hf_private.gradients.bookkeeper import BookKeeper
 from hf_private.gradients.layers import UncoveredError
-from tests.support import families as cases
+from tests.support import zoo
 from tests.support.oracle import assert_exact
 
 
 def test_the_model_is_restored_and_nothing_leaks():
-    model, loss = cases.build("gpt2", torch.float32)
+    model, loss = zoo.build("gpt2", torch.float32)
     before = {name: dict(m.__dict__) for name, m in model.named_modules()}
     marker = torch.ones_like(model.lm_head.weight)
     model.lm_head.weight.grad = marker
-    batch = cases.make_batch(model, batch_size=3)
+    batch = zoo.make_batch(model, batch_size=3)
     counts = {}
     for step in range(50):
         with BookKeeper(model) as book:
@@ -40,18 +40,18 @@ def test_the_model_is_restored_and_nothing_leaks():
 
 
 def test_the_model_is_restored_after_an_error():
-    model, loss = cases.build("bert")
+    model, loss = zoo.build("bert")
     with pytest.raises(ValueError, match="losses"), BookKeeper(model) as book:
-        book.backward(loss(model, cases.make_batch(model, 3)).mean())
+        book.backward(loss(model, zoo.make_batch(model, 3)).mean())
     assert all("forward" not in m.__dict__ and not m._forward_pre_hooks for m in model.modules())
 
 
 def test_no_parameter_gradient_is_computed_by_autograd():
-    model, loss = cases.build("bert")
+    model, loss = zoo.build("bert")
     seen = []
     with BookKeeper(model) as book:
         handles = [p.register_hook(seen.append) for p in model.parameters()]  # before, they are refused
-        book.backward(loss(model, cases.make_batch(model, 3)))
+        book.backward(loss(model, zoo.make_batch(model, 3)))
     for handle in handles:
         handle.remove()
     assert not seen
@@ -59,9 +59,9 @@ def test_no_parameter_gradient_is_computed_by_autograd():
 
 @pytest.mark.parametrize("shape", [(), (2,), (3, 1)])
 def test_losses_of_the_wrong_shape_are_refused(shape):
-    model, loss = cases.build("bert")
+    model, loss = zoo.build("bert")
     with pytest.raises(ValueError, match=r"`losses` must have shape \(3,\)"), BookKeeper(model) as book:
-        book.backward(loss(model, cases.make_batch(model, 3)).sum() * torch.ones(shape))
+        book.backward(loss(model, zoo.make_batch(model, 3)).sum() * torch.ones(shape))
 
 
 def test_an_empty_batch_is_refused():
@@ -72,9 +72,9 @@ def test_an_empty_batch_is_refused():
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "vit", "resnet-gn"])
 def test_a_record_with_nan_contributes_nothing_and_the_others_are_unchanged(name):
-    model, loss = cases.build(name)
+    model, loss = zoo.build(name)
     model.eval()
-    batch = cases.make_batch(model, batch_size=3)
+    batch = zoo.make_batch(model, batch_size=3)
 
     def poisoned(model, batch):
         return loss(model, batch) * torch.tensor([1.0, float("nan"), 1.0], dtype=torch.float64)

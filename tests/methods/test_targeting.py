@@ -15,7 +15,7 @@ from hf_private.gradients.method import Full
 from hf_private.methods.carriers.config import CarrierConfig
 from hf_private.methods.carriers.method import Carriers, Target
 from hf_private.methods.registry import resolve_method
-from tests.support import families as cases
+from tests.support import zoo
 
 
 def resolve(model, **settings):
@@ -23,7 +23,7 @@ def resolve(model, **settings):
 
 
 def build(name):
-    return cases.build(name)[0]
+    return zoo.build(name)[0]
 
 
 def without_numbers(names):

@@ -99,7 +99,7 @@ def child(folder: str, instant: tuple[str, int] | None, started: Any) -> None:
 
     torch.set_num_threads(1)
     from hf_private.accounting.budget import BudgetExceeded
-    from tests.support import tiny
+    from tests.support import training
 
     class Witness(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -118,7 +118,7 @@ def child(folder: str, instant: tuple[str, int] | None, started: Any) -> None:
     if instant is not None:
         how, _ = INSTANTS[instant[0]]
         how(instant[1], instant[0])
-    made = tiny.trainer(
+    made = training.trainer(
         folder,
         dp={"noise_multiplier": None, "target_epsilon": TARGET},
         callbacks=[Witness()],

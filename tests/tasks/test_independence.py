@@ -7,6 +7,7 @@ import transformers as hf
 from hf_private.gradients.bookkeeper import BookKeeper
 from hf_private.tasks.independence import rope_limit
 from hf_private.tasks.losses import PerSampleLoss
+from tests.support import zoo
 
 PRETRAINED = 16
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
@@ -17,12 +18,8 @@ LONG = {
 
 
 def llama(rope: dict, longest: int = PRETRAINED) -> hf.LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = hf.LlamaConfig(
-        hidden_size=32, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2, intermediate_size=32,
-        vocab_size=60, max_position_embeddings=longest, rope_parameters=rope, pad_token_id=0, initializer_range=0.5,
-    )  # fmt: skip
-    return hf.LlamaForCausalLM(config).double()
+    size = {"hidden_size": 32, "head_dim": 16, "max_position_embeddings": longest}
+    return zoo.make("llama", **size, rope_parameters=rope, initializer_range=0.5)
 
 
 def gradient_beside(model: hf.LlamaForCausalLM, neighbour: int) -> torch.Tensor:

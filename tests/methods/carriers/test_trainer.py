@@ -7,14 +7,13 @@ from transformers import AutoModelForSequenceClassification, TrainingArguments
 from hf_private.config import DPConfig
 from hf_private.methods.carriers.config import CarrierConfig
 from hf_private.trainer.trainer import DPTrainer
-from tests.support import families as cases
-from tests.support import tiny
+from tests.support import training, zoo
+
+MODEL = {"hidden_size": 16, "num_hidden_layers": 2, "num_labels": 3, "problem_type": "single_label_classification"}
 
 
 def trainer(folder, model=None, steps=2, noise_multiplier=1.0, clip_norm=1.0, save_steps=1, **carriers):
-    torch.manual_seed(0)
-    model = model or cases.FAMILIES["bert"]()
-    model.config.problem_type = "single_label_classification"
+    model = model or zoo.small("bert", **MODEL, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
     args = TrainingArguments(
         str(folder), max_steps=steps, learning_rate=1e-2, save_steps=save_steps, report_to=[], disable_tqdm=True,
         logging_strategy="no", use_cpu=True, optim="sgd", lr_scheduler_type="constant", save_total_limit=None,
@@ -26,7 +25,7 @@ def trainer(folder, model=None, steps=2, noise_multiplier=1.0, clip_norm=1.0, sa
         expected_batch_size=10,
         carriers=CarrierConfig(**carriers),
     )
-    made = DPTrainer(model, args, dp_config=config, train_dataset=records, data_collator=tiny.Padding())
+    made = DPTrainer(model, args, dp_config=config, train_dataset=records, data_collator=training.Padding())
     made._test_key = bytes(32)
     return made
 
@@ -68,12 +67,7 @@ def test_a_resumed_run_takes_the_same_steps(tmp_path):
     settings = {"r": 2, "source": "history", "warmup_steps": 2, "sparsity": 0.3, "sparsity_start": 3}
 
     def model():
-        torch.manual_seed(0)
-        made = cases.FAMILIES["bert"]()
-        for module in made.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-        return made
+        return zoo.small("bert", **MODEL)
 
     through = trainer(tmp_path / "through", model(), steps=5, save_steps=3, **settings)
     through.train()
