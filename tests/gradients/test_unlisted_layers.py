@@ -28,7 +28,7 @@ EXACT = {
 }
 REFUSED = {
     "MixtralForCausalLM": (LLAMA | dict(num_local_experts=3), "experts"),
-    "XLNetForSequenceClassification": (SIZE | dict(d_inner=24), "first axis"),
+    "XLNetForSequenceClassification": (dict(vocab_size=60, d_model=16, n_layer=2, n_head=2, d_inner=24), "first axis"),
     "FNetForSequenceClassification": (SIZE, "without padding"),
     "MambaForCausalLM": (SIZE | dict(state_size=4), "A_log"),
     "DebertaForSequenceClassification": (SIZE | dict(relative_attention=True, pos_att_type=["c2p", "p2c"]), "q_bias"),

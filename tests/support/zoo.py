@@ -53,7 +53,7 @@ FAMILIES: dict[str, Row] = {
     "bert": ("BertForSequenceClassification", SIZE),
     "bert-mlm": ("BertForMaskedLM", SIZE),
     "bert-choice": ("BertForMultipleChoice", SIZE),
-    "roberta": ("RobertaForSequenceClassification", SIZE | dict(pad_token_id=1, bos_token_id=0)),
+    "roberta": ("RobertaForSequenceClassification", SIZE | dict(pad_token_id=1, bos_token_id=0, type_vocab_size=1)),
     "distilbert": ("DistilBertForSequenceClassification", SIZE | dict(hidden_dim=24)),
     "albert": ("AlbertForSequenceClassification", SIZE | dict(embedding_size=8)),
     "electra": ("ElectraForSequenceClassification", SIZE | dict(embedding_size=8)),

@@ -14,7 +14,7 @@ from hf_private.tasks.heads import IGNORE_INDEX, Head, base_model, head_of
 from hf_private.tasks.losses import PerSampleLoss, token_loss
 from hf_private.tasks.synthetic import TOKEN_HEADS, widen
 from tests.support import oracle
-from tests.support.zoo import LENGTH, MODELS, SIZE, VOCABULARY, config, make, make_batch, with_head
+from tests.support.zoo import LENGTH, MODELS, SIZE, VOCABULARY, config, from_config, make, make_batch, with_head
 
 B, T, V = 4, LENGTH, VOCABULARY
 CLOSE = {"rtol": 1e-6, "atol": 1e-6, "check_dtype": False}  # some of Transformers' losses round float64 to float32
@@ -223,7 +223,7 @@ def test_a_neighbour_changes_nothing(name: str) -> None:
         torch.testing.assert_close(gradient(model, after[row]), gradient(model, before[row]), rtol=1e-7, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", TEXT)
+@pytest.mark.parametrize("name", [name for name in TEXT if "gemma" not in name])  # its norms are float32 at most
 def test_padding_changes_nothing(name: str) -> None:
     """A longer neighbour only adds padding: loss and gradient of every record stay."""
     model = make(name)
@@ -240,7 +240,7 @@ def test_padding_changes_nothing(name: str) -> None:
 
 def test_control_a_model_that_mixes_padding_in_is_seen() -> None:
     sizes = {k: v for k, v in SIZE.items() if k != "num_attention_heads"}
-    model = hf.FNetForSequenceClassification(hf.FNetConfig(**sizes)).eval()
+    model = from_config(hf.FNetConfig(**sizes, architectures=["FNetForSequenceClassification"])).eval()
     batch = make_batch(model, B)
     loss = PerSampleLoss(model)
     assert not torch.allclose(loss(model, widen(model, batch, 3)), loss(model, batch), rtol=1e-3)

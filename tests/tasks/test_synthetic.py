@@ -21,7 +21,7 @@ def test_synthetic_batches_are_valid_different_and_public(name: str) -> None:
         sizes = batch["attention_mask"].sum(-1)
         assert sizes[0].eq(LENGTH).all() and sizes[1].lt(LENGTH).all()
         assert len(batch["input_ids"].flatten(1).unique(dim=0)) == 4
-        assert ("token_type_ids" in batch) == name.startswith("bert")
+        assert ("token_type_ids" in batch) == name.startswith(("bert", "albert", "electra"))
     else:
         assert name.startswith(("vit", "resnet"))
         assert synthetic_batch(model, 4, LENGTH)["pixel_values"].dtype is torch.float64
