@@ -19,11 +19,11 @@ def test_a_stream_is_aes_256_in_counter_mode():
     assert Keystream(subkey).words(0, 1000).numpy().tobytes() == expected
     assert Keystream(subkey).words(200, 30).numpy().tobytes() == expected[8 * 200 : 8 * 230]
     assert Keystream(subkey).words(8, 0).shape == (0,)
-    with pytest.raises(ValueError, match="must be even"):
+    with pytest.raises(ValueError, match="`start`.*`count`.*got 1 and 2"):
         Keystream(subkey).words(1, 2)
 
 
-def test_labels_are_kept_apart():
+def test_different_labels_give_different_streams():
     key = Key(bytes(32))
     labels = [("noise", 1, "a"), ("noise", 11, "a"), ("noise", 1, "1a"), ("sample", 1), ("sample", "1"), ("sample1",)]
     starts = {tuple(key.stream(*label).words(0, 2).tolist()) for label in labels}
@@ -45,7 +45,7 @@ def test_a_key_is_never_shown_or_copied():
     key = Key(b"0123456789abcdef" * 2)
     assert "0123" not in repr(key) + str(key)
     for attempt in (pickle.dumps, copy.copy, copy.deepcopy, lambda k: pickle.dumps(k.stream("a"))):
-        with pytest.raises(TypeError, match="secret key"):
+        with pytest.raises(TypeError, match="`Key(stream)?`"):
             attempt(key)
     with pytest.raises(TypeError):
         vars(key)  # no __dict__ for a logger to dump
@@ -53,7 +53,7 @@ def test_a_key_is_never_shown_or_copied():
 
 @pytest.mark.parametrize("wrong, got", [(b"short", "5 bytes"), ("x" * 32, "str"), (7, "int")])
 def test_a_wrong_key_is_refused_without_showing_it(wrong, got):
-    with pytest.raises(ValueError, match=f"`key` must be 32 bytes or None .*, got {got}"):
+    with pytest.raises(ValueError, match=f"`key`.*got {got}"):
         Key(wrong)
 
 

@@ -28,7 +28,7 @@ def test_single_records_and_single_tokens_are_exact(name, batch_size, length):
 
 
 @pytest.mark.parametrize("name", zoo.ONE_RECORD_FAMILIES)
-def test_one_record_families_are_exact_alone_and_refused_in_company(name):
+def test_one_record_families_are_exact_alone_and_refused_in_a_batch(name):
     model, loss = zoo.build(name)
     model.eval()
     assert_exact(model, loss, zoo.make_batch(model, batch_size=1))
@@ -207,7 +207,7 @@ def test_a_parameter_with_two_names_in_one_module_is_exact():
     assert_exact(model, lambda m, b: m(b["x"]).sum((1, 2)), {"x": torch.randn(3, 5, 4, dtype=torch.float64)})
 
 
-def test_one_open_book_serves_batches_of_any_size():
+def test_one_bookkeeper_handles_batches_of_any_size():
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     batches = [{"x": torch.randn(records, 4).double()} for records in (3, 1, 5)]
     wanted = [oracle.per_sample_gradients(model, square_loss, batch) for batch in batches]
@@ -241,7 +241,7 @@ def doubled(layer):
 @pytest.mark.parametrize(
     "layer", [nn.Linear(4, 4), nn.LayerNorm(4), Doubled(4, 4), doubled(nn.Linear(4, 4)), doubled(nn.LayerNorm(4))]
 )
-def test_what_lies_around_a_layers_call_is_never_lost(layer):
+def test_a_layer_with_its_own_forward_is_exact(layer):
     """Layers of a known class run without a look at their calls: of that very class only, with its own forward."""
     model = nn.Sequential(layer, nn.Linear(4, 3)).double()
     batch = {"x": torch.randn(5, 2, 4).double()}

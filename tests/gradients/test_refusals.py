@@ -41,7 +41,7 @@ def test_the_model_is_restored_and_nothing_leaks():
 
 def test_the_model_is_restored_after_an_error():
     model, loss = zoo.build("bert")
-    with pytest.raises(ValueError, match="losses"), BookKeeper(model) as book:
+    with pytest.raises(ValueError, match="`losses`"), BookKeeper(model) as book:
         book.backward(loss(model, zoo.make_batch(model, 3)).mean())
     assert all("forward" not in m.__dict__ and not m._forward_pre_hooks for m in model.modules())
 
@@ -60,7 +60,7 @@ def test_no_parameter_gradient_is_computed_by_autograd():
 @pytest.mark.parametrize("shape", [(), (2,), (3, 1)])
 def test_losses_of_the_wrong_shape_are_refused(shape):
     model, loss = zoo.build("bert")
-    with pytest.raises(ValueError, match=r"`losses` must have shape \(3,\)"), BookKeeper(model) as book:
+    with pytest.raises(ValueError, match=r"`losses`.*\(3,\)"), BookKeeper(model) as book:
         book.backward(loss(model, zoo.make_batch(model, 3)).sum() * torch.ones(shape))
 
 
@@ -107,7 +107,7 @@ def test_an_uncovered_use_is_an_error_by_name_and_exact_in_a_batch_of_one():
     def loss(model, batch):
         return model(batch["x"]).square().sum(1)
 
-    with pytest.raises(UncoveredError, match=r"`w`.*Remedy: freeze"), BookKeeper(model) as book:
+    with pytest.raises(UncoveredError, match=r"`w`.*`parameter.requires_grad_\(False\)`"), BookKeeper(model) as book:
         book.backward(loss(model, {"x": torch.randn(3, 3).double()}))
     assert_exact(model, loss, {"x": torch.randn(1, 3).double()})
 
@@ -115,13 +115,13 @@ def test_an_uncovered_use_is_an_error_by_name_and_exact_in_a_batch_of_one():
 @pytest.mark.parametrize(
     ("module", "match"),
     [
-        (nn.BatchNorm1d(4), "BatchNorm1d mixes the records"),
-        (nn.InstanceNorm1d(4, affine=True, track_running_stats=True), "running statistics"),
+        (nn.BatchNorm1d(4), "BatchNorm1d"),
+        (nn.InstanceNorm1d(4, affine=True, track_running_stats=True), "InstanceNorm1d.*track_running_stats=False"),
     ],
 )
 def test_modules_that_mix_records_are_refused_with_path_and_remedy(module, match):
     model = nn.Sequential(nn.Linear(3, 4), module)
-    with pytest.raises(UncoveredError, match=rf"`1`.*{match}.*Remedy"), BookKeeper(model):
+    with pytest.raises(UncoveredError, match=rf"`1`.*{match}"), BookKeeper(model):
         pass
 
 
@@ -131,5 +131,5 @@ def test_a_computed_weight_is_refused():
             return nn.functional.linear(x, self.weight - self.weight.mean(), self.bias)
 
     model = Standardised(3, 2)
-    with pytest.raises(UncoveredError, match="computes a weight"), BookKeeper(model) as book:
+    with pytest.raises(UncoveredError, match=r"\(Standardised\).*\(2, 3\)"), BookKeeper(model) as book:
         book.backward(model(torch.randn(4, 3)).sum(1))

@@ -210,7 +210,7 @@ def warnings(caplog):
 
 def test_a_large_head_at_full_rank_is_pointed_out(warnings):
     resolve(build("llama"), r=1, target_modules=["q_proj"])
-    assert "592 of 656 noised dimensions" in warnings.text and "`lm_head.weight`" in warnings.text
+    assert "960 of 1,024 noised dimensions" in warnings.text and "`lm_head.weight`" in warnings.text
 
 
 def test_carriers_with_more_numbers_than_the_weight_are_pointed_out(warnings):

@@ -43,7 +43,7 @@ def test_other_adapters_are_exact(config):
     assert_exact(model, zoo.loss_of(model), zoo.make_batch(model, batch_size=3))
 
 
-def test_prompt_tuning_is_exact_alone_and_refused_in_company():
+def test_prompt_tuning_is_exact_alone_and_refused_in_a_batch():
     """PEFT looks its prompt up once and repeats it, so the records' gradients are gone before any rule sees them."""
     model, _ = zoo.build("bert")
     model = get_peft_model(model, PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=3)).double().eval()
@@ -54,7 +54,7 @@ def test_prompt_tuning_is_exact_alone_and_refused_in_company():
     assert "`prompt_encoder.default.embedding`" in caught.value.__notes__[0]
 
 
-def test_dora_is_exact_alone_and_refused_in_company():
+def test_dora_is_exact_alone_and_refused_in_a_batch():
     model, _ = zoo.build("bert")
     model = get_peft_model(model, LoraConfig(r=2, target_modules=["query"], use_dora=True)).double().eval()
     loss = zoo.loss_of(model)

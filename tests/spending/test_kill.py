@@ -204,7 +204,7 @@ def draw(rng: random.Random, moment: str) -> tuple[str, int | float]:
     return moment, rng.randint(1, INSTANTS[moment][1])
 
 
-def test_five_deaths(tmp_path: Path) -> None:
+def test_spending_survives_five_kills(tmp_path: Path) -> None:
     """In the middle of a ledger line, right after a charge, twice in a checkpoint, and at any time at all."""
     rng = random.Random()
     history(tmp_path / "run", [draw(rng, moment) for moment in ("torn", "synced", "state", "optimizer", "time")])
@@ -212,7 +212,7 @@ def test_five_deaths(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
-def test_twenty_deaths(tmp_path: Path, seed: int) -> None:
+def test_spending_survives_twenty_kills(tmp_path: Path, seed: int) -> None:
     rng = random.Random()
     moments = rng.sample([*INSTANTS, "time", "time"], 4)
     history(tmp_path / "run", [draw(rng, moment) for moment in moments])

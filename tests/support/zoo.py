@@ -38,6 +38,7 @@ IMAGE = dict(
 _MODERNBERT = SIZE | dict(
     cls_token_id=3, sep_token_id=4, global_attn_every_n_layers=2, local_attention=4, reference_compile=False
 )
+_GPT2 = SIZE | dict(pad_token_id=None)  # as the published ones
 _T5 = SIZE | dict(
     d_kv=8, d_ff=24, relative_attention_num_buckets=8, relative_attention_max_distance=16, decoder_start_token_id=0,
     eos_token_id=1, dropout_rate=0.0,
@@ -58,8 +59,8 @@ FAMILIES: dict[str, Row] = {
     "albert": ("AlbertForSequenceClassification", SIZE | dict(embedding_size=8)),
     "electra": ("ElectraForSequenceClassification", SIZE | dict(embedding_size=8)),
     "modernbert": ("ModernBertForSequenceClassification", _MODERNBERT),
-    "gpt2": ("GPT2LMHeadModel", SIZE),
-    "gpt2-untied": ("GPT2LMHeadModel", SIZE | dict(tie_word_embeddings=False)),
+    "gpt2": ("GPT2LMHeadModel", _GPT2),
+    "gpt2-untied": ("GPT2LMHeadModel", _GPT2 | dict(tie_word_embeddings=False)),
     "opt": ("OPTForCausalLM", SIZE | dict(ffn_dim=24, word_embed_proj_dim=16, dropout=0.0)),
     "gpt-neox": ("GPTNeoXForCausalLM", SIZE),
     "llama": ("LlamaForCausalLM", LLAMA),

@@ -135,7 +135,7 @@ def test_label_smoothing_is_that_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "bert-qa", "vit"])
-def test_half_precision_is_lifted(name: str) -> None:
+def test_losses_of_half_precision_models_are_float32(name: str) -> None:
     model = make(name).bfloat16()
     batch = make_batch(model, B)
     losses = PerSampleLoss(model)(model, batch)
@@ -181,7 +181,7 @@ def test_the_loss_of_unlikely_tokens_is_as_precise_as_torchs() -> None:
     torch.testing.assert_close(token_loss(logits, labels).double(), theirs, rtol=1e-6, atol=0)
 
 
-def test_the_gradient_of_the_logits_is_made_once() -> None:
+def test_the_gradient_of_the_logits_is_allocated_once() -> None:
     """torch's cross entropy makes it twice."""
 
     class Made(TorchDispatchMode):
@@ -208,7 +208,7 @@ def test_the_gradient_of_the_logits_is_made_once() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_neighbour_changes_nothing(name: str) -> None:
+def test_replacing_a_record_changes_no_other_loss(name: str) -> None:
     """Another record's content, length and labels move its own loss and the mean of Transformers, but no other's."""
     model = make(name)
     batch = make_batch(model, B)
@@ -238,7 +238,7 @@ def test_padding_changes_nothing(name: str) -> None:
         assert abs(model(**wide).loss - model(**batch).loss) > 1e-3  # control: theirs feels the padding
 
 
-def test_control_a_model_that_mixes_padding_in_is_seen() -> None:
+def test_control_a_model_that_reads_padding_is_detected() -> None:
     sizes = {k: v for k, v in SIZE.items() if k != "num_attention_heads"}
     model = from_config(hf.FNetConfig(**sizes, architectures=["FNetForSequenceClassification"])).eval()
     batch = make_batch(model, B)
@@ -308,7 +308,7 @@ def test_tuples_are_not_returned_even_if_configured() -> None:
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "bert-token", "bert-qa", "vit"])
-def test_peft_models_are_known_by_their_base(name: str) -> None:
+def test_a_peft_model_has_the_loss_of_its_base_model(name: str) -> None:
     tasks = {"bert": "SEQ_CLS", "gpt2": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM", "bert-token": "TOKEN_CLS"}
     task = "QUESTION_ANS" if name in QA else tasks.get(name)
     plain = make(name)
@@ -325,7 +325,7 @@ def test_peft_models_are_known_by_their_base(name: str) -> None:
     assert any(g is not None and g.ne(0).any() for g in torch.autograd.grad(losses[0], adapters, allow_unused=True))
 
 
-def test_subclasses_are_known_by_their_parents() -> None:
+def test_a_subclass_has_the_head_of_its_parent() -> None:
     class Mine(hf.BertForTokenClassification):
         pass
 
@@ -378,9 +378,9 @@ def test_custom_loss_on_seq2seq_and_on_an_unknown_model() -> None:
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (torch.zeros(()), r"shape \(4,\).*got shape \(\)"),
-        (torch.zeros(4, 1), r"got shape \(4, 1\)"),
-        (1.0, "got float"),
+        (torch.zeros(()), r"\(4,\).*got shape \(\).*`per_sample_loss=fn`"),
+        (torch.zeros(4, 1), r"got shape \(4, 1\).*`per_sample_loss=fn`"),
+        (1.0, "got float.*`per_sample_loss=fn`"),
     ],
 )
 def test_custom_loss_of_a_wrong_shape(returned: object, message: str) -> None:

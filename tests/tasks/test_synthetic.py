@@ -43,7 +43,7 @@ def test_positions_bound_the_length() -> None:
 def test_synthetic_batches_of_length_1_and_of_one_record() -> None:
     model = make("gpt2")
     assert synthetic_batch(model, 1, 1)["attention_mask"].all()
-    with pytest.raises(ValueError, match="`length` must allow 60 different rows, got 1"):
+    with pytest.raises(ValueError, match="`length`.*got 1"):
         synthetic_batch(model, 60, 1)
-    with pytest.raises(ValueError, match="`batch_size` must be"):
+    with pytest.raises(ValueError, match="`batch_size`"):
         synthetic_batch(model, 0, 5)
