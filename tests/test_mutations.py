@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import hf_private
-from tests.mutations.__main__ import mutated
+from tests.mutations.__main__ import copy_to, mutated
 from tests.mutations.table import MUTANTS, Mutant
 
 PACKAGE = Path(hf_private.__file__).parent
@@ -31,6 +31,14 @@ def test_the_test_that_must_kill_a_mutant_exists_and_is_not_slow(mutant: Mutant)
     name = name.partition("[")[0]
     assert name in functions
     assert not any("slow" in ast.unparse(decorator) for decorator in functions[name].decorator_list)
+
+
+def test_a_copy_holds_the_bug(tmp_path: Path) -> None:
+    mutant = MUTANTS[0]
+    copy_to(tmp_path, mutant)
+    assert (tmp_path / mutant.test.partition("::")[0]).is_file()
+    source = (PACKAGE / mutant.file).read_text()
+    assert (tmp_path / "hf_private" / mutant.file).read_text() == mutated(source, mutant) != source
 
 
 def test_names_are_unique_and_there_are_enough() -> None:

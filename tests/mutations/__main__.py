@@ -2,8 +2,8 @@
 
     python -m tests.mutations [words of names]
 
-The working tree is not touched. First all the tests run on an unchanged copy, where they must pass. Each copy is tested
-in its own process, forked from one that has loaded the large libraries and nothing of the package.
+The working tree is not touched. First all the tests run on an unchanged copy, where they must pass. Each copy is
+tested in its own process, forked from one that has loaded the large libraries and nothing of the package.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from tests.mutations.table import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("hf_private", "tests", "recipes", "model_cards")
+IGNORED = shutil.ignore_patterns("__pycache__")
 LIBRARIES = ("torch", "transformers.trainer", "peft", "datasets", "scipy.stats", "hypothesis", "pytest")
 WORKERS = 2
 LIMIT = 900  # seconds; a bug that makes its test hang is caught too
@@ -32,7 +33,7 @@ PASSED, FAILED = 0, 1  # pytest's exit codes; others mean that no test ran
 def copy_to(folder: Path, mutant: Mutant | None) -> None:
     """Copy the package and its tests, and put the bug in."""
     for name in COPIED:
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=IGNORED)
     shutil.copy(ROOT / "pyproject.toml", folder)
     if mutant:
         path = folder / "hf_private" / mutant.file
@@ -62,6 +63,8 @@ def run(task: tuple[list[str], Mutant | None]) -> tuple[int, str, float]:
         sys.dont_write_bytecode = True
         sys.path[:] = [str(copy), *(path for path in sys.path if path not in ("", str(ROOT)))]
         assert not any(name.startswith("hf_private") for name in sys.modules)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+            del sys.modules[name]  # so that the copy's tests are imported, not those of the working tree
         signal.signal(signal.SIGALRM, _hung)
         signal.alarm(LIMIT * (1 if mutant else 4))
         output = copy / "output"
