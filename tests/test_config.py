@@ -43,9 +43,9 @@ def test_a_wrong_value_is_named(name: str, value: object) -> None:
 
 
 def test_epsilon_and_noise_exclude_each_other_and_one_is_needed() -> None:
-    with pytest.raises(ValueError, match="Only one of `target_epsilon` and `noise_multiplier`.*got 8.0 and 1.0"):
+    with pytest.raises(ValueError, match="`target_epsilon`.*`noise_multiplier`.*got 8.0 and 1.0"):
         DPConfig(target_epsilon=8.0, noise_multiplier=1.0)
-    with pytest.raises(ValueError, match="One of `target_epsilon` or `noise_multiplier` must be set"):
+    with pytest.raises(ValueError, match="`target_epsilon`.*`noise_multiplier`.*got neither"):
         DPConfig()
 
 
@@ -54,12 +54,12 @@ def test_infinite_clip_norm_is_for_the_non_private_twin_only() -> None:
     assert not twin.is_private
     assert DPConfig(noise_multiplier=0.1).is_private
     for budget in ({"noise_multiplier": 1.0}, {"target_epsilon": 8.0}):
-        with pytest.raises(ValueError, match="`clip_norm` must be finite"):
+        with pytest.raises(ValueError, match="`clip_norm`.*got inf"):
             DPConfig(**budget, clip_norm=math.inf)
 
 
 def test_carriers_and_anchors_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match="Only one of `carriers` and `anchors`"):
+    with pytest.raises(ValueError, match="`carriers`.*`anchors`"):
         DPConfig(target_epsilon=8.0, carriers={"r": 8}, anchors={"k": 8})
 
 
@@ -78,7 +78,7 @@ def test_json_round_trip(config: DPConfig) -> None:
 
 
 def test_an_unknown_field_is_named() -> None:
-    with pytest.raises(ValueError, match="no field `epsilon`"):
+    with pytest.raises(ValueError, match="`epsilon`"):
         DPConfig.from_dict({"epsilon": 8})
 
 
@@ -172,7 +172,7 @@ class LeftPadding:
     [
         ({"train_dataset": Stream()}, "`train_dataset`"),
         ({"train_dataset": iter([1])}, "`train_dataset`"),
-        ({"data_collator": DataCollatorWithFlattening()}, "packs"),
+        ({"data_collator": DataCollatorWithFlattening()}, "`data_collator`.*DataCollatorWithFlattening"),
         ({"data_collator": LeftPadding()}, "`padding_side`"),
         ({"compute_loss_func": len}, "`compute_loss_func`.*per_sample_loss"),
         ({"custom_compute_loss": True}, "`compute_loss`.*per_sample_loss"),

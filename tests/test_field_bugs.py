@@ -11,8 +11,7 @@ from hf_private.mechanism.clipping import Clipping
 from hf_private.mechanism.noise import NoiseSource
 from hf_private.mechanism.step import Mechanism
 from hf_private.spending.ledger import PrivacyLedger
-from tests.support import families as cases
-from tests.support import tiny
+from tests.support import training, zoo
 
 KEY = bytes(range(32))
 
@@ -40,9 +39,9 @@ def released(made: Mechanism, batches: list) -> torch.Tensor:
 
 def test_noise_comes_after_the_sum_over_ranks() -> None:
     """The sum of two ranks is twice one rank's; the noise is that of one."""
-    model, loss = cases.build("bert", torch.float32)
+    model, loss = zoo.build("bert", torch.float32)
     model.eval()
-    batch = [cases.make_batch(model, 3)]
+    batch = [zoo.make_batch(model, 3)]
     clean = released(mechanism(model, loss, noise_multiplier=0.0), batch)
     noise = released(mechanism(model, loss), [])
     both = released(mechanism(model, loss, ranks=Pair()), batch)
@@ -52,21 +51,21 @@ def test_noise_comes_after_the_sum_over_ranks() -> None:
 
 def test_an_empty_batch_after_a_full_one_is_noise_alone() -> None:
     """No made-up record, and nothing of the step before, stands in for a draw that came out empty."""
-    model, loss = cases.build("bert", torch.float32)
+    model, loss = zoo.build("bert", torch.float32)
     made = mechanism(model, loss, noise_multiplier=0.0)
-    assert released(made, [cases.make_batch(model, 3)]).any()
+    assert released(made, [zoo.make_batch(model, 3)]).any()
     assert not released(made, []).any()
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_accumulation_changes_neither_steps_nor_sample_rate(tmp_path: Path, accumulation: int) -> None:
     """Trainer's steps are updates, and a step samples the logical batch: 8 of 40 records, 6 times, either way."""
-    made = tiny.trainer(
+    made = training.trainer(
         tmp_path, dp={"noise_multiplier": None, "target_epsilon": 3.0}, max_steps=6,
         per_device_train_batch_size=8 // accumulation, gradient_accumulation_steps=accumulation,
     )  # fmt: skip
     made.train()
     (event,) = PrivacyLedger.read(tmp_path / "_dp" / "ledger.jsonl").events
-    assert (event.steps, event.sample_rate) == (6, 8 / tiny.RECORDS)
+    assert (event.steps, event.sample_rate) == (6, 8 / training.RECORDS)
     assert made.spending.last_run["planned_steps"] == made.state.global_step == 6
     assert 2.9 < made.spending.epsilon() <= 3.0

@@ -108,7 +108,7 @@ def test_imports_follow_the_order(name: str, path: Path) -> None:
         ("hf_private.spending.ledger", "import dp_accounting"),
     ],
 )
-def test_the_rule_sees_wrong_imports(module: str, source: str) -> None:
+def test_forbidden_imports_are_found(module: str, source: str) -> None:
     assert violations(source, module) != []
 
 
@@ -125,11 +125,11 @@ def test_the_rule_sees_wrong_imports(module: str, source: str) -> None:
         ("hf_private.spending.ledger", "from hf_private.accounting.events import Event"),
     ],
 )
-def test_the_rule_lets_right_imports_pass(module: str, source: str) -> None:
+def test_allowed_imports_pass(module: str, source: str) -> None:
     assert violations(source, module) == []
 
 
-def test_the_tree_tells_what_the_library_does() -> None:
+def test_the_root_folder_holds_few_files() -> None:
     """Packages in the root folder, and few files beside them."""
     entries = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
     assert sum(path.is_file() for path in entries) <= 8

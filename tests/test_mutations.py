@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import hf_private
-from tests.mutations.__main__ import mutated
+from tests.mutations.__main__ import copy_to, mutated
 from tests.mutations.table import MUTANTS, Mutant
 
 PACKAGE = Path(hf_private.__file__).parent
@@ -15,7 +15,7 @@ each = pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in
 
 
 @each
-def test_a_bug_can_be_put_in(mutant: Mutant) -> None:
+def test_the_patches_of_a_mutant_apply(mutant: Mutant) -> None:
     """Its patches apply once each, change something, and leave valid Python."""
     source = (PACKAGE / mutant.file).read_text()
     changed = mutated(source, mutant)
@@ -23,7 +23,7 @@ def test_a_bug_can_be_put_in(mutant: Mutant) -> None:
 
 
 @each
-def test_the_test_that_must_catch_it_exists_and_is_not_slow(mutant: Mutant) -> None:
+def test_the_test_that_must_kill_a_mutant_exists_and_is_not_slow(mutant: Mutant) -> None:
     file, _, name = mutant.test.partition("::")
     source = (ROOT / file).read_text()
     functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
@@ -33,12 +33,20 @@ def test_the_test_that_must_catch_it_exists_and_is_not_slow(mutant: Mutant) -> N
     assert not any("slow" in ast.unparse(decorator) for decorator in functions[name].decorator_list)
 
 
+def test_a_copy_holds_the_bug(tmp_path: Path) -> None:
+    mutant = MUTANTS[0]
+    copy_to(tmp_path, mutant)
+    assert (tmp_path / mutant.test.partition("::")[0]).is_file()
+    source = (PACKAGE / mutant.file).read_text()
+    assert (tmp_path / "hf_private" / mutant.file).read_text() == mutated(source, mutant) != source
+
+
 def test_names_are_unique_and_there_are_enough() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 20
 
 
-def test_a_patch_that_no_longer_fits_is_an_error() -> None:
-    with pytest.raises(ValueError, match="must find this once in noise.py, got 0"):
+def test_a_patch_that_does_not_apply_once_is_an_error() -> None:
+    with pytest.raises(ValueError, match="noise.py.*got 0"):
         mutated("x = 1\n", Mutant("gone", "noise.py", (("y = 2", "y = 3"),), ""))
-    with pytest.raises(ValueError, match="got 2"):
+    with pytest.raises(ValueError, match="noise.py.*got 2"):
         mutated("x = 1\nx = 1\n", Mutant("twice", "noise.py", (("x = 1", "x = 2"),), ""))

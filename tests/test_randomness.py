@@ -23,7 +23,7 @@ def test_a_stream_is_aes_256_in_counter_mode():
         Keystream(subkey).words(1, 2)
 
 
-def test_labels_are_kept_apart():
+def test_different_labels_give_different_streams():
     key = Key(bytes(32))
     labels = [("noise", 1, "a"), ("noise", 11, "a"), ("noise", 1, "1a"), ("sample", 1), ("sample", "1"), ("sample1",)]
     starts = {tuple(key.stream(*label).words(0, 2).tolist()) for label in labels}

@@ -16,7 +16,7 @@ from hf_private.mechanism.clipping import Clipping
 from hf_private.mechanism.noise import NoiseSource
 from hf_private.tasks.losses import PerSampleLoss
 from hf_private.trainer.trainer import DPTrainer
-from tests.support import tiny
+from tests.support import training, zoo
 
 FEW = {"accountant": "rdp", "target_epsilon": 0.5, "expected_batch_size": 60}
 
@@ -74,7 +74,7 @@ def test_a_function_that_ignores_the_class_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", [{}, {"carriers": {"r": 2}}, {"clipping": "per-layer"}, {"clipping": "automatic"}])
 def test_a_right_step_has_the_sensitivity_that_the_noise_covers(tmp_path: Path, method: dict) -> None:
-    made = tiny.trainer(tmp_path, dp={"clip_norm": 0.01, **method}, per_device_train_batch_size=3)
+    made = training.trainer(tmp_path, dp={"clip_norm": 0.01, **method}, per_device_train_batch_size=3)
     report = audit_step(made, records=6)
     assert report.holds, report
     assert report.sensitivity <= 0.01 * (1 + 1e-3)
@@ -89,19 +89,19 @@ def coupled_loss(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
 
 
 def test_records_that_meet_in_the_loss_are_named(tmp_path: Path) -> None:
-    report = audit_step(tiny.trainer(tmp_path, per_sample_loss=coupled_loss), records=5)
+    report = audit_step(training.trainer(tmp_path, per_sample_loss=coupled_loss), records=5)
     removed = {pair[0] for pair in report.coupled}
     assert not report.holds and removed == {1, 3}, "records of label 1 change everybody's loss"
 
 
 def test_clipping_that_does_not_clip_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Clipping, "_factor", lambda self, sq_norm, clip_norm: torch.ones_like(sq_norm))
-    report = audit_step(tiny.trainer(tmp_path, dp={"clip_norm": 0.01}), records=4)
+    report = audit_step(training.trainer(tmp_path, dp={"clip_norm": 0.01}), records=4)
     assert report.sensitivity > 0.02 and not report.holds
 
 
 def test_uncovered_parameters_and_random_collators_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    class Noisy(tiny.Padding):
+    class Noisy(training.Padding):
         def __call__(self, records: list) -> dict[str, torch.Tensor]:
             batch = super().__call__(records)
             batch["input_ids"] = torch.where(
@@ -109,9 +109,9 @@ def test_uncovered_parameters_and_random_collators_are_reported(tmp_path: Path, 
             )
             return batch
 
-    model = tiny.bert()
+    model = zoo.small("bert")
     model.unused = torch.nn.Linear(3, 3)
-    report = audit_step(tiny.trainer(tmp_path, model=model, data_collator=Noisy()), records=4)
+    report = audit_step(training.trainer(tmp_path, model=model, data_collator=Noisy()), records=4)
     assert {entry.name for entry in report.uncovered} == {"unused.weight", "unused.bias"}
     assert report.random_collator and not report.coupled and report.sensitivity <= 1.001
     assert main(["audit", "step", "--records", "3", "--json"]) == 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from hf_private.audit.mia import read_records
 from hf_private.cli.main import main
@@ -16,7 +16,7 @@ from hf_private.publishing.card import CARD, write_card
 from hf_private.publishing.verify import verify
 from hf_private.spending.statement import read_record
 from hf_private.tasks.losses import PerSampleLoss
-from tests.support import tiny
+from tests.support import zoo
 from tests.support.card_facts import facts, saved_model
 
 WORDS = [f"w{i}" for i in range(40)]
@@ -61,7 +61,7 @@ def members(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def small_bert() -> Any:
-    return tiny.bert(hidden_size=32, intermediate_size=64)
+    return zoo.small("bert", hidden_size=32, intermediate_size=64)
 
 
 def test_an_overfitted_classifier_is_found_and_an_untrained_one_is_not(
@@ -81,8 +81,7 @@ def test_an_overfitted_classifier_is_found_and_an_untrained_one_is_not(
 def test_a_language_model_that_knows_its_texts(
     tmp_path: Path, members: list[str], capsys: pytest.CaptureFixture
 ) -> None:
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_head=2, n_layer=1, vocab_size=42, n_positions=16))
+    model = zoo.small("gpt2", hidden_size=32, vocab_size=42)
     leaky = saved(tmp_path / "lm", model, texts(120, 0), steps=60)
     assert main(["audit", "mia", leaky, *members]) == 0
     assert "Membership inference" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    BertConfig,
     BertForSequenceClassification,
-    GPT2Config,
-    LlamaConfig,
-    ResNetConfig,
 )
 
 from hf_private.cli.doctor import dryrun, models
@@ -31,20 +28,17 @@ from hf_private.methods.carriers.config import CarrierConfig
 from hf_private.methods.registry import resolve_method
 from hf_private.tasks.losses import PerSampleLoss
 from hf_private.tasks.synthetic import synthetic_batch
-
-SMALL = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
-    "vocab_size": 60,
-}
+from tests.support import zoo
 
 
-def saved(folder: Path, config, architecture: str) -> str:
-    config.architectures = [architecture]
-    config.save_pretrained(folder)
+def saved(folder: Path, name: str = "bert", **changes: Any) -> str:
+    """A folder with the config of a model of the zoo."""
+    zoo.config(name, **changes).save_pretrained(folder)
     return str(folder)
+
+
+def bert() -> BertForSequenceClassification:
+    return BertForSequenceClassification(zoo.config("bert"))
 
 
 def report(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, dict]:
@@ -53,10 +47,8 @@ def report(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, dict]:
 
 
 def test_every_parameter_of_bert_is_covered(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    code, found = report(
-        capsys, saved(tmp_path, BertConfig(**SMALL), "BertForSequenceClassification"), "--carriers", "r=2"
-    )
-    model = BertForSequenceClassification(BertConfig(**SMALL))
+    code, found = report(capsys, saved(tmp_path), "--carriers", "r=2")
+    model = bert()
     assert code == 0
     assert [entry["name"] for entry in found["parameters"]] == [name for name, _ in model.named_parameters()]
     assert found["numbers"] == {"covered": sum(p.numel() for p in model.parameters()), "frozen": 0, "refused": 0}
@@ -70,8 +62,7 @@ def test_every_parameter_of_bert_is_covered(tmp_path: Path, capsys: pytest.Captu
 def test_a_model_for_short_records_is_examined_at_its_own_length(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    config = BertConfig(**SMALL, max_position_embeddings=20)
-    folder = saved(tmp_path, config, "BertForSequenceClassification")
+    folder = saved(tmp_path, max_position_embeddings=20)
     assert main(["doctor", folder, "--carriers", "r=2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["micro_batch"]["length"] == 20
     with pytest.raises(SystemExit):
@@ -80,14 +71,12 @@ def test_a_model_for_short_records_is_examined_at_its_own_length(
 
 
 def test_tied_weight_shows_both_rules(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    config = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=60, n_positions=32)
-    _, found = report(capsys, saved(tmp_path, config, "GPT2LMHeadModel"))
+    _, found = report(capsys, saved(tmp_path, "gpt2"))
     assert found["parameters"][0]["note"] == "Embedding + Linear"
 
 
 def test_refused_kinds_are_named_and_the_rest_is_examined(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
-    folder = saved(tmp_path, config, "ResNetForImageClassification")
+    folder = saved(tmp_path, "resnet")
     code, found = report(capsys, folder)
     status = {entry["name"]: entry["status"] for entry in found["parameters"]}
     assert code == 1
@@ -100,8 +89,8 @@ def test_refused_kinds_are_named_and_the_rest_is_examined(tmp_path: Path, capsys
 
 
 def test_a_folder_with_an_adapter_is_read(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    base = saved(tmp_path / "base", BertConfig(**SMALL), "BertForSequenceClassification")
-    model = BertForSequenceClassification(BertConfig(**SMALL))
+    base = saved(tmp_path / "base")
+    model = bert()
     model.name_or_path = base
     get_peft_model(model, LoraConfig(r=2, task_type="SEQ_CLS")).save_pretrained(tmp_path / "adapter")
     code, found = report(capsys, str(tmp_path / "adapter"))
@@ -141,7 +130,7 @@ def test_dry_run_counts_what_a_real_run_costs(private: bool) -> None:
     costs = []
     for device in ("meta", "cpu"):
         with torch.device(device):
-            model = BertForSequenceClassification(BertConfig(**SMALL))
+            model = bert()
         batch = models.inputs(model, 3, 9, device, mask=False)
         method = Full()
         method.attach(trainable(model))
@@ -157,21 +146,18 @@ def test_dry_run_counts_what_a_real_run_costs(private: bool) -> None:
     assert costs[0].peak_bytes == pytest.approx(costs[1].peak_bytes, rel=0.02)
 
 
+LARGE = {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 300, "max_position_embeddings": 64}
 LARGE_ENOUGH = {  # so that activations, sums and weights all count
-    "bert": BertConfig(
-        hidden_size=64, num_hidden_layers=3, num_attention_heads=2, intermediate_size=256, vocab_size=300
-    ),
-    "gpt2": GPT2Config(n_embd=64, n_layer=3, n_head=2, vocab_size=300, n_positions=64),
-    "llama": LlamaConfig(
-        hidden_size=64, num_hidden_layers=3, num_attention_heads=2, intermediate_size=160, vocab_size=300
-    ),
+    "bert": LARGE | {"intermediate_size": 256},
+    "gpt2": LARGE,
+    "llama": LARGE | {"intermediate_size": 160, "head_dim": 32, "num_key_value_heads": 2},
 }
 
 
 @pytest.mark.parametrize("family", LARGE_ENOUGH)
 def test_estimates_hold_for_whole_steps_of_the_mechanism(family: str) -> None:
     """Memory of a logical step within 10 %, and operations of a micro-batch within 2 %, by method."""
-    config = LARGE_ENOUGH[family]
+    config = zoo.config(family, **LARGE_ENOUGH[family])
     factory = AutoModelForSequenceClassification if family == "bert" else AutoModelForCausalLM
 
     def build(device: str = "cpu") -> nn.Module:
@@ -245,7 +231,7 @@ def test_peak_memory_sees_the_peak_and_forgets_what_is_freed() -> None:
 def test_wrong_request_is_one_line(
     arguments: list[str], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    folder = saved(tmp_path, BertConfig(**SMALL), "BertForSequenceClassification")
+    folder = saved(tmp_path)
     with pytest.raises(SystemExit) as stop:
         main(["doctor", *(argument.format(folder=folder) for argument in arguments)])
     err = capsys.readouterr().err

@@ -118,7 +118,7 @@ def test_a_square_that_underflows_is_seen_beside_a_large_input():
 
 
 @pytest.mark.parametrize("positions", [1, Gram.STRIP - 1, Gram.STRIP, Gram.STRIP + 1, 150])
-def test_a_gram_matrix_in_strips_is_the_whole_one(positions):
+def test_a_gram_matrix_computed_in_strips_equals_the_whole(positions):
     x, y = torch.randn(2, positions, 3).double(), torch.randn(2, positions, 4).double()
     whole = ((x @ x.mT) * (y @ y.mT)).sum((1, 2))
     torch.testing.assert_close(Gram(x).dot(Gram(y)), whole)

@@ -9,16 +9,16 @@ from torch import nn
 
 from hf_private.gradients.bookkeeper import BookKeeper
 from hf_private.gradients.layers import UncoveredError
-from tests.support import families as cases
+from tests.support import zoo
 from tests.support.oracle import assert_exact
 
 
 def test_the_model_is_restored_and_nothing_leaks():
-    model, loss = cases.build("gpt2", torch.float32)
+    model, loss = zoo.build("gpt2", torch.float32)
     before = {name: dict(m.__dict__) for name, m in model.named_modules()}
     marker = torch.ones_like(model.lm_head.weight)
     model.lm_head.weight.grad = marker
-    batch = cases.make_batch(model, batch_size=3)
+    batch = zoo.make_batch(model, batch_size=3)
     counts = {}
     for step in range(50):
         with BookKeeper(model) as book:
@@ -40,18 +40,18 @@ def test_the_model_is_restored_and_nothing_leaks():
 
 
 def test_the_model_is_restored_after_an_error():
-    model, loss = cases.build("bert")
-    with pytest.raises(ValueError, match="losses"), BookKeeper(model) as book:
-        book.backward(loss(model, cases.make_batch(model, 3)).mean())
+    model, loss = zoo.build("bert")
+    with pytest.raises(ValueError, match="`losses`"), BookKeeper(model) as book:
+        book.backward(loss(model, zoo.make_batch(model, 3)).mean())
     assert all("forward" not in m.__dict__ and not m._forward_pre_hooks for m in model.modules())
 
 
 def test_no_parameter_gradient_is_computed_by_autograd():
-    model, loss = cases.build("bert")
+    model, loss = zoo.build("bert")
     seen = []
     with BookKeeper(model) as book:
         handles = [p.register_hook(seen.append) for p in model.parameters()]  # before, they are refused
-        book.backward(loss(model, cases.make_batch(model, 3)))
+        book.backward(loss(model, zoo.make_batch(model, 3)))
     for handle in handles:
         handle.remove()
     assert not seen
@@ -59,9 +59,9 @@ def test_no_parameter_gradient_is_computed_by_autograd():
 
 @pytest.mark.parametrize("shape", [(), (2,), (3, 1)])
 def test_losses_of_the_wrong_shape_are_refused(shape):
-    model, loss = cases.build("bert")
-    with pytest.raises(ValueError, match=r"`losses` must have shape \(3,\)"), BookKeeper(model) as book:
-        book.backward(loss(model, cases.make_batch(model, 3)).sum() * torch.ones(shape))
+    model, loss = zoo.build("bert")
+    with pytest.raises(ValueError, match=r"`losses`.*\(3,\)"), BookKeeper(model) as book:
+        book.backward(loss(model, zoo.make_batch(model, 3)).sum() * torch.ones(shape))
 
 
 def test_an_empty_batch_is_refused():
@@ -72,9 +72,9 @@ def test_an_empty_batch_is_refused():
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "vit", "resnet-gn"])
 def test_a_record_with_nan_contributes_nothing_and_the_others_are_unchanged(name):
-    model, loss = cases.build(name)
+    model, loss = zoo.build(name)
     model.eval()
-    batch = cases.make_batch(model, batch_size=3)
+    batch = zoo.make_batch(model, batch_size=3)
 
     def poisoned(model, batch):
         return loss(model, batch) * torch.tensor([1.0, float("nan"), 1.0], dtype=torch.float64)
@@ -107,7 +107,7 @@ def test_an_uncovered_use_is_an_error_by_name_and_exact_in_a_batch_of_one():
     def loss(model, batch):
         return model(batch["x"]).square().sum(1)
 
-    with pytest.raises(UncoveredError, match=r"`w`.*Remedy: freeze"), BookKeeper(model) as book:
+    with pytest.raises(UncoveredError, match=r"`w`.*`parameter.requires_grad_\(False\)`"), BookKeeper(model) as book:
         book.backward(loss(model, {"x": torch.randn(3, 3).double()}))
     assert_exact(model, loss, {"x": torch.randn(1, 3).double()})
 
@@ -115,13 +115,13 @@ def test_an_uncovered_use_is_an_error_by_name_and_exact_in_a_batch_of_one():
 @pytest.mark.parametrize(
     ("module", "match"),
     [
-        (nn.BatchNorm1d(4), "BatchNorm1d mixes the records"),
-        (nn.InstanceNorm1d(4, affine=True, track_running_stats=True), "running statistics"),
+        (nn.BatchNorm1d(4), "BatchNorm1d"),
+        (nn.InstanceNorm1d(4, affine=True, track_running_stats=True), "InstanceNorm1d.*track_running_stats=False"),
     ],
 )
 def test_modules_that_mix_records_are_refused_with_path_and_remedy(module, match):
     model = nn.Sequential(nn.Linear(3, 4), module)
-    with pytest.raises(UncoveredError, match=rf"`1`.*{match}.*Remedy"), BookKeeper(model):
+    with pytest.raises(UncoveredError, match=rf"`1`.*{match}"), BookKeeper(model):
         pass
 
 
@@ -131,5 +131,5 @@ def test_a_computed_weight_is_refused():
             return nn.functional.linear(x, self.weight - self.weight.mean(), self.bias)
 
     model = Standardised(3, 2)
-    with pytest.raises(UncoveredError, match="computes a weight"), BookKeeper(model) as book:
+    with pytest.raises(UncoveredError, match=r"\(Standardised\).*\(2, 3\)"), BookKeeper(model) as book:
         book.backward(model(torch.randn(4, 3)).sum(1))

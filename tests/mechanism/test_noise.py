@@ -116,7 +116,7 @@ def test_float32_sum_is_made_in_float64():
 
 
 @both_kinds
-def test_same_key_step_and_name_give_the_same_noise_in_any_company(kind):
+def test_the_same_key_step_and_name_give_the_same_noise_beside_other_tensors(kind):
     alone = draw((300, 7), kind=kind, step=5)
     sums = {"other": torch.zeros(1000), "w": torch.zeros(300, 7, dtype=torch.float64)}
     source = NoiseSource(kind, KEY)

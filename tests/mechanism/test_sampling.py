@@ -115,7 +115,7 @@ def test_a_draw_takes_milliseconds_whatever_n():
     assert best < 0.02
 
 
-def test_rate_1_takes_everybody_and_tiny_sets_work():
+def test_rate_1_draws_every_record_and_tiny_datasets_work():
     for n in (1, 2, 5):
         assert PoissonSampler(n, n).draw(3).tolist() == list(range(n))
     sizes = [len(PoissonSampler(2, 1, key=KEY).draw(t)) for t in range(200)]
@@ -214,7 +214,7 @@ def test_wrong_arguments_are_refused(change, message):
     max_rows=st.integers(1, 9),
     max_tokens=st.none() | st.integers(1, 120),
 )
-def test_split_takes_everybody_once_and_keeps_the_bounds(lengths, max_rows, max_tokens):
+def test_split_takes_every_record_once_and_keeps_the_bounds(lengths, max_rows, max_tokens):
     parts = split(lengths, max_rows, max_tokens)
     assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
     flat = [lengths[i] for part in parts for i in part]

@@ -13,8 +13,7 @@ from hf_private.gradients.persample import Dense
 from hf_private.mechanism.clipping import Clipping
 from hf_private.mechanism.noise import NoiseSource
 from hf_private.mechanism.step import Mechanism
-from tests.support import families as cases
-from tests.support import oracle
+from tests.support import oracle, zoo
 
 KEY = bytes(range(32))
 
@@ -42,9 +41,9 @@ def gradients(model):
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "t5"])
 def test_without_noise_the_step_is_the_papers_formula(name):
-    model, loss = cases.build(name)
+    model, loss = zoo.build(name)
     model.eval()
-    batch = cases.make_batch(model, 5)
+    batch = zoo.make_batch(model, 5)
     make(model, loss, noise_multiplier=0.0).step(split(batch, 2))
     per_sample = oracle.per_sample_gradients(model, loss, batch)
     factors = (0.1 / oracle.norms(per_sample)).clamp(max=1)
@@ -54,8 +53,8 @@ def test_without_noise_the_step_is_the_papers_formula(name):
 
 def test_coarse_products_and_autocast_around_a_step_change_nothing():
     """A ghost norm of rounded operands can be far too small; PEFT's notebooks train inside an autocast."""
-    model, loss = cases.build("bert", torch.float32)
-    batch, seen = cases.make_batch(model.eval(), 6), []
+    model, loss = zoo.build("bert", torch.float32)
+    batch, seen = zoo.make_batch(model.eval(), 6), []
 
     def watched(model, batch):
         places = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
@@ -104,9 +103,9 @@ def test_each_entry_is_freed_once_it_is_summed_and_sums_grow_in_place():
 @pytest.mark.parametrize("size", [1, 4])
 def test_micro_batches_change_the_speed_only(mode, size):
     """Promise 8: same draw, same noise, same update."""
-    model, loss = cases.build("gpt2", torch.float32)
+    model, loss = zoo.build("gpt2", torch.float32)
     model.eval()
-    batch = cases.make_batch(model, 9)
+    batch = zoo.make_batch(model, 9)
     make(model, loss, clipping=Clipping(mode, 0.1)).step([batch])
     whole = gradients(model)
     make(model, loss, clipping=Clipping(mode, 0.1)).step(split(batch, size))
@@ -115,7 +114,7 @@ def test_micro_batches_change_the_speed_only(mode, size):
 
 
 def test_an_empty_draw_is_paid_for_and_releases_noise_of_the_right_scale():
-    model, loss = cases.build("bert", torch.float32)
+    model, loss = zoo.build("bert", torch.float32)
     charged = []
     mechanism, drawn = make(model, loss, charged, noise_multiplier=1.5, noise=NoiseSource()), []
     for _ in range(8):
@@ -130,9 +129,9 @@ def test_an_empty_draw_is_paid_for_and_releases_noise_of_the_right_scale():
 
 
 def test_noise_is_added_once_whatever_the_number_of_micro_batches():
-    model, loss = cases.build("bert", torch.float32)
+    model, loss = zoo.build("bert", torch.float32)
     model.eval()
-    batch = cases.make_batch(model, 8)
+    batch = zoo.make_batch(model, 8)
     make(model, loss, noise_multiplier=0.0).step([batch])
     clean = gradients(model)
     make(model, loss, noise_multiplier=3.0, noise=NoiseSource()).step(split(batch, 1))
@@ -141,9 +140,9 @@ def test_noise_is_added_once_whatever_the_number_of_micro_batches():
 
 
 def test_the_sum_is_divided_by_the_expected_size_not_the_realised_one():
-    model, loss = cases.build("bert")
+    model, loss = zoo.build("bert")
     model.eval()
-    batch = cases.make_batch(model, 3)
+    batch = zoo.make_batch(model, 3)
     make(model, loss, noise_multiplier=0.0, expected_batch_size=4).step([batch])
     small = gradients(model)
     make(model, loss, noise_multiplier=0.0, expected_batch_size=8).step([batch])
@@ -156,12 +155,12 @@ def test_the_sum_is_divided_by_the_expected_size_not_the_realised_one():
 def test_one_record_moves_the_release_by_at_most_the_clip_norm(name, mode):
     """Neighbours: the same batch with one record's factor set to 0, in float32; gradients far above the clip norm."""
     clip_norm = 0.01
-    model, loss = cases.build(name, torch.float32)
+    model, loss = zoo.build(name, torch.float32)
     model.eval()
     method, clipping = Full(), Clipping(mode, clip_norm, gamma=1e-6)
     method.attach(dict(model.named_parameters()))
     with BookKeeper(model, method) as book:
-        book.backward(loss(model, cases.make_batch(model, 4)))
+        book.backward(loss(model, zoo.make_batch(model, 4)))
         assert (book.norms() > clip_norm).all()
         whole: dict[str, torch.Tensor] = {}
         method.add_clipped_sums(dict(book.entries()), clipping, whole)
@@ -179,7 +178,7 @@ def test_one_record_moves_the_release_by_at_most_the_clip_norm(name, mode):
 
 
 def test_a_step_that_is_not_paid_for_computes_and_releases_nothing():
-    model, loss = cases.build("bert", torch.float32)
+    model, loss = zoo.build("bert", torch.float32)
     calls = []
 
     def refuse(event):
@@ -187,15 +186,15 @@ def test_a_step_that_is_not_paid_for_computes_and_releases_nothing():
 
     mechanism = make(model, lambda *a: calls.append(a), charge=refuse)
     with pytest.raises(RuntimeError, match="budget"):
-        mechanism.step([cases.make_batch(model, 2)])
+        mechanism.step([zoo.make_batch(model, 2)])
     assert not calls and all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("mode", ["flat", "per-layer"])
 def test_a_nan_record_does_not_reach_the_release(mode):
-    model, loss = cases.build("bert", torch.float32)
+    model, loss = zoo.build("bert", torch.float32)
     model.eval()
-    batch = cases.make_batch(model, 3)
+    batch = zoo.make_batch(model, 3)
 
     def poisoned(model, batch):
         return loss(model, batch) * torch.tensor([1.0, float("nan"), 1.0])
@@ -208,21 +207,21 @@ def test_a_nan_record_does_not_reach_the_release(mode):
 
 
 def test_unreached_parameters_are_noised_too():
-    model, loss = cases.build("bert", torch.float32)
+    model, loss = zoo.build("bert", torch.float32)
     model.unused = torch.nn.Linear(50, 40)
-    make(model, loss).step([cases.make_batch(model, 2)])
+    make(model, loss).step([zoo.make_batch(model, 2)])
     assert model.unused.weight.grad.std() > 0
 
 
 def test_bf16_models_get_bf16_gradients_from_a_wide_sum():
-    model, loss = cases.build("bert", torch.bfloat16)
-    make(model, loss).step([cases.make_batch(model, 2)])
+    model, loss = zoo.build("bert", torch.bfloat16)
+    make(model, loss).step([zoo.make_batch(model, 2)])
     assert all(p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_nothing_unnoised_is_kept_unless_asked_for_by_name():
-    model, loss = cases.build("bert", torch.float32)
-    batch = cases.make_batch(model, 3)
+    model, loss = zoo.build("bert", torch.float32)
+    batch = zoo.make_batch(model, 3)
     mechanism = make(model, loss)
     mechanism.step([batch])
     assert mechanism.nonprivate is None
@@ -232,9 +231,9 @@ def test_nothing_unnoised_is_kept_unless_asked_for_by_name():
 
 
 def test_dropout_masks_cannot_be_replayed_from_a_seed():
-    model, loss = cases.build("bert", torch.float32)
+    model, loss = zoo.build("bert", torch.float32)
     model.train()
-    batch = cases.make_batch(model, 3)
+    batch = zoo.make_batch(model, 3)
     released = []
     for _ in range(2):
         torch.manual_seed(42)

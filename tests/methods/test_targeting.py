@@ -15,7 +15,7 @@ from hf_private.gradients.method import Full
 from hf_private.methods.carriers.config import CarrierConfig
 from hf_private.methods.carriers.method import Carriers, Target
 from hf_private.methods.registry import resolve_method
-from tests.support import families as cases
+from tests.support import zoo
 
 
 def resolve(model, **settings):
@@ -23,7 +23,7 @@ def resolve(model, **settings):
 
 
 def build(name):
-    return cases.build(name)[0]
+    return zoo.build(name)[0]
 
 
 def without_numbers(names):
@@ -210,7 +210,7 @@ def warnings(caplog):
 
 def test_a_large_head_at_full_rank_is_pointed_out(warnings):
     resolve(build("llama"), r=1, target_modules=["q_proj"])
-    assert "592 of 656 noised dimensions" in warnings.text and "`lm_head.weight`" in warnings.text
+    assert "960 of 1,024 noised dimensions" in warnings.text and "`lm_head.weight`" in warnings.text
 
 
 def test_carriers_with_more_numbers_than_the_weight_are_pointed_out(warnings):

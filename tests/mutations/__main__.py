@@ -1,9 +1,9 @@
-"""Put each bug into a copy of the package, run the test that must catch it, and print the score: `make mutants`.
+"""Put each bug into a copy of the package, run the test that must fail, and print the score: `make mutants`.
 
     python -m tests.mutations [words of names]
 
-The working tree is not touched. First all the tests run on an unchanged copy, where they must pass. Each copy is tried
-in a process of its own, forked off from one that has loaded the large libraries and nothing of the package.
+The working tree is not touched. First all the tests run on an unchanged copy, where they must pass. Each copy is
+tested in its own process, forked from one that has loaded the large libraries and nothing of the package.
 """
 
 import argparse
@@ -23,23 +23,21 @@ from tests.mutations.table import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("hf_private", "tests", "recipes", "model_cards")
+IGNORED = shutil.ignore_patterns("__pycache__")
 LIBRARIES = ("torch", "transformers.trainer", "peft", "datasets", "scipy.stats", "hypothesis", "pytest")
 WORKERS = 2
 LIMIT = 900  # seconds; a bug that makes its test hang is caught too
 PASSED, FAILED = 0, 1  # pytest's exit codes; others mean that no test ran
 
 
-def copy_of(root: Path, mutant: Mutant | None, folder: str) -> Path:
-    """A copy of the package and its tests, with the bug in it."""
-    target = Path(folder)
+def copy_to(folder: Path, mutant: Mutant | None) -> None:
+    """Copy the package and its tests, and put the bug in."""
     for name in COPIED:
-        if (root / name).is_dir():
-            shutil.copytree(root / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(root / "pyproject.toml", target)
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=IGNORED)
+    shutil.copy(ROOT / "pyproject.toml", folder)
     if mutant:
-        path = target / "hf_private" / mutant.file
+        path = folder / "hf_private" / mutant.file
         path.write_text(mutated(path.read_text(), mutant))
-    return target
 
 
 def mutated(source: str, mutant: Mutant) -> str:
@@ -52,21 +50,24 @@ def mutated(source: str, mutant: Mutant) -> str:
 
 
 def run(task: tuple[list[str], Mutant | None]) -> tuple[int, str, float]:
-    """pytest's exit code, its output and the seconds it took, for some tests on a copy; in a process of its own."""
+    """Run tests on a copy with a bug, in a forked process: pytest's exit code, its output and the seconds it took."""
     import pytest
 
     tests, mutant = task
     start = time.monotonic()
     with TemporaryDirectory() as folder:
-        copy = copy_of(ROOT, mutant, folder)
+        copy = Path(folder)
+        copy_to(copy, mutant)
         os.chdir(copy)
         os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
         sys.dont_write_bytecode = True
         sys.path[:] = [str(copy), *(path for path in sys.path if path not in ("", str(ROOT)))]
         assert not any(name.startswith("hf_private") for name in sys.modules)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+            del sys.modules[name]  # so that the copy's tests are imported, not those of the working tree
         signal.signal(signal.SIGALRM, _hung)
         signal.alarm(LIMIT * (1 if mutant else 4))
-        output = Path(folder, "output")
+        output = copy / "output"
         with open(output, "w") as file, redirect_stdout(file), redirect_stderr(file):
             code = int(pytest.main(["-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", *tests]))
         used = Path(import_module("hf_private").__file__)
@@ -76,6 +77,14 @@ def run(task: tuple[list[str], Mutant | None]) -> tuple[int, str, float]:
 
 def _hung(*_: object) -> NoReturn:
     raise TimeoutError("it hung")
+
+
+def verdict(mutant: Mutant, code: int, output: str, seconds: float) -> str:
+    """Whether the test failed on the bug, and its first error."""
+    word = "killed  " if code == FAILED else "SURVIVED"
+    errors = [line[1:].strip() for line in output.splitlines() if line.startswith("E  ")]
+    detail = f"         {errors[0][:110]}" if errors else output[-1000:]
+    return f"{word} {mutant.name} ({seconds:.0f} s)\n         by {mutant.test}\n{detail}\n"
 
 
 def main() -> int:
@@ -95,10 +104,7 @@ def main() -> int:
         results = pool.imap(run, [([mutant.test], mutant) for mutant in chosen])
         for mutant, (code, output, seconds) in zip(chosen, results, strict=True):
             score += code == FAILED
-            word = "killed  " if code == FAILED else "SURVIVED"
-            sys.stdout.write(f"{word} {mutant.name} ({seconds:.0f} s)\n         by {mutant.test}\n")
-            found = [line[1:].strip() for line in output.splitlines() if line.startswith("E  ")]
-            sys.stdout.write(f"         {found[0][:110]}\n" if found else f"{output[-1000:]}\n")
+            sys.stdout.write(verdict(mutant, code, output, seconds))
             sys.stdout.flush()
     sys.stdout.write(f"{score} of {len(chosen)} killed in {time.monotonic() - start:.0f} s.\n")
     return int(score < len(chosen))

@@ -88,13 +88,13 @@ MUTANTS = (
         "a layer's own forward passed over",
         "gradients/layers/__init__.py",
         ((" and self.attribute not in self.module.__dict__", ""),),
-        "tests/gradients/test_bookkeeper.py::test_what_lies_around_a_layers_call_is_never_lost",
+        "tests/gradients/test_bookkeeper.py::test_a_layer_with_its_own_forward_is_exact",
     ),
     Mutant(
         "half of a Gram matrix taken for the whole",
         "gradients/persample.py",
         (("mul_(math.sqrt(2))", "mul_(1)"),),
-        "tests/gradients/test_persample.py::test_a_gram_matrix_in_strips_is_the_whole_one",
+        "tests/gradients/test_persample.py::test_a_gram_matrix_computed_in_strips_equals_the_whole",
     ),
     Mutant(
         "a transform of the dataset that sees the whole draw",
@@ -106,13 +106,13 @@ MUTANTS = (
         "losses that records share, hidden by half precision",
         "gradients/selfcheck.py",
         (("if not difference <= SAME_LOSS:", "if False:"),),
-        "tests/gradients/test_selfcheck.py::test_losses_in_which_records_meet_are_refused_in_any_precision",
+        "tests/gradients/test_selfcheck.py::test_losses_that_couple_records_are_refused_in_any_precision",
     ),
     Mutant(
         "entries of one micro-batch stay in the book for the next",
         "gradients/bookkeeper.py",
         (("        self._entries = {}\n        self._batch_size = None\n        return", "        return"),),
-        "tests/gradients/test_bookkeeper.py::test_one_open_book_serves_batches_of_any_size",
+        "tests/gradients/test_bookkeeper.py::test_one_bookkeeper_handles_batches_of_any_size",
     ),
     Mutant(
         "norms in half precision",
@@ -189,13 +189,13 @@ MUTANTS = (
         "loss averaged over the padded length, which the longest neighbour decides",
         "tasks/losses.py",
         (("/ (labels != IGNORE_INDEX).sum(-1).clamp(min=1)", "/ labels.shape[-1]"),),
-        "tests/tasks/test_losses.py::test_padding_changes_nothing[gpt2-lm]",
+        "tests/tasks/test_losses.py::test_padding_changes_nothing[gpt2]",
     ),
     Mutant(
         "loss averaged over all tokens of the batch, as Transformers does",
         "tasks/losses.py",
         (("/ (labels != IGNORE_INDEX).sum(-1).clamp(min=1)", "/ (labels != IGNORE_INDEX).sum().clamp(min=1)"),),
-        "tests/tasks/test_losses.py::test_a_neighbour_changes_nothing[gpt2-lm]",
+        "tests/tasks/test_losses.py::test_replacing_a_record_changes_no_other_loss[gpt2]",
     ),
     Mutant(
         "left padding is let in",
@@ -234,13 +234,13 @@ MUTANTS = (
         "records that meet in training mode only",
         "gradients/selfcheck.py",
         (("            model.train()  # some models", "            model.eval()  # some models"),),
-        "tests/gradients/test_selfcheck.py::test_models_whose_records_meet_are_refused",
+        "tests/gradients/test_selfcheck.py::test_models_that_couple_records_are_refused",
     ),
     Mutant(
         "a frozen weight that a forward pass changes",
         "gradients/selfcheck.py",
         (("    changed += [name for name, count in _writes", "    [name for name, count in _writes"),),
-        "tests/gradients/test_selfcheck.py::test_models_whose_records_meet_are_refused",
+        "tests/gradients/test_selfcheck.py::test_models_that_couple_records_are_refused",
     ),
     Mutant(
         "copies of the data are pushed, if they have a name that nobody thought of",
@@ -258,7 +258,7 @@ MUTANTS = (
         "rotary embeddings turn with the longest record of a batch",
         "tasks/independence.py",
         (("        if length > limit:", "        if False:"),),
-        "tests/tasks/test_independence.py::test_a_rope_that_turns_with_its_neighbours_is_refused_where_it_does",
+        "tests/tasks/test_independence.py::test_rope_that_depends_on_the_longest_record_is_refused_beyond_its_limit",
     ),
     Mutant(
         "the self-check looks at the plain sum only, in which records may be mixed up",

@@ -28,6 +28,7 @@ from hf_private.publishing.card import (
 from hf_private.publishing.curve import CURVE_FILE
 from hf_private.publishing.schema import violations
 from hf_private.spending.statement import RECORD, build_record, read_record, rebuild, round_up, schema
+from tests.support import zoo
 from tests.support.card_facts import event, facts, saved_model
 
 G3 = {"sigma": 1.253827, "steps": 680, "q": 2000 / 67349}
@@ -224,10 +225,8 @@ def test_writing_again_changes_nothing_and_a_new_state_replaces_the_old() -> Non
 
 def test_survives_pefts_own_card_writing(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
-    from transformers import BertConfig, BertForSequenceClassification
 
-    tiny = BertConfig(hidden_size=8, num_attention_heads=1, num_hidden_layers=1, intermediate_size=8, vocab_size=50)
-    model = get_peft_model(BertForSequenceClassification(tiny), LoraConfig(r=2, target_modules=["query"]))
+    model = get_peft_model(zoo.small("bert"), LoraConfig(r=2, target_modules=["query"]))
     model.save_pretrained(tmp_path)
     given_facts = facts() | {"peft": "LORA"}
     write_card(tmp_path, given_facts)

@@ -21,7 +21,7 @@ from hf_private.mechanism.noise import NoiseSource
 from hf_private.mechanism.step import Mechanism
 from hf_private.methods.carriers.config import CarrierConfig
 from hf_private.methods.registry import resolve_method
-from tests.support import families as cases
+from tests.support import zoo
 
 
 def test_stable_rank_follows_the_singular_values():
@@ -44,7 +44,7 @@ def test_residuals_are_those_of_equations_5_and_6():
 
 
 def carriers(name="bert", **settings):
-    model, loss = cases.build(name)
+    model, loss = zoo.build(name)
     model.eval()
     method = resolve_method(CarrierConfig(**settings), model)
     method.attach(trainable(model))
@@ -54,7 +54,7 @@ def carriers(name="bert", **settings):
 
 def test_a_report_needs_the_word_public():
     model, loss, method = carriers(r=3)
-    batch = cases.make_batch(model, batch_size=3)
+    batch = zoo.make_batch(model, batch_size=3)
     for public in (False, None, 1):
         with pytest.raises(ValueError, match=r"`public`.*got "):
             gradient_report(model, loss, batch, method, public=public)
@@ -67,7 +67,7 @@ def test_a_report_needs_the_word_public():
 
 def test_a_report_compares_with_an_earlier_gradient():
     model, loss, method = carriers(r=3)
-    batch = cases.make_batch(model, batch_size=3)
+    batch = zoo.make_batch(model, batch_size=3)
     weights = {name: trainable(model)[name] for name in method.targets}
     before = dict(zip(weights, torch.autograd.grad(loss(model, batch).sum(), list(weights.values())), strict=True))
     report = gradient_report(model, loss, batch, method, public=True, before=before)
@@ -88,7 +88,7 @@ def test_noise_energy_is_what_is_drawn():
 
 @pytest.mark.parametrize("settings", [{"r": 2, "sparsity": 0.5}, {"r": None, "sparsity": 0.5}, {"r": 2}])
 def test_dimensions_are_those_that_get_noise(settings):
-    model, loss = cases.build("gpt2")
+    model, loss = zoo.build("gpt2")
     model.eval()
     config = CarrierConfig(**settings, source="history")
     table = dimensions_by_method(model, config)
@@ -108,12 +108,12 @@ def test_dimensions_are_those_that_get_noise(settings):
 
 
 def test_the_doctor_shows_noise_by_method(tmp_path, capsys):
-    cases.FAMILIES["bert"]().config.save_pretrained(tmp_path)
+    zoo.config("bert").save_pretrained(tmp_path)
     command = ["doctor", str(tmp_path), "--batch", "2", "--length", "7", "--json", "--carriers"]
     assert main([*command, "r=2,sparsity=0.5"]) == 0
     report = json.loads(capsys.readouterr().out)
     layers = 2 * (4 * 32 + 2 * 40) + 32  # rows + columns of all targeted matrices
-    labels = 17 * cases.FAMILIES["bert"]().config.num_labels
+    labels = 17 * zoo.config("bert").num_labels
     methods = report["methods"]
     assert methods["RGP r=2"]["noised"] == 2 * layers + labels
     assert methods["LSG r=2 sparsity=0.5"]["noised"] == layers + labels

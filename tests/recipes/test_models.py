@@ -10,18 +10,18 @@ from training import RecipeTrainer, with_method
 from transformers import AutoModelForSequenceClassification, BertForSequenceClassification, PreTrainedModel
 
 from hf_private import CarrierConfig, DPConfig
-from tests.support import tiny
+from tests.support import training, zoo
 
 LOWER = r".*\.(embeddings|layer\.0)\..*"
 
 
 def bert() -> PreTrainedModel:
-    return tiny.bert(num_hidden_layers=3, hidden_size=16).eval()
+    return zoo.small("bert", num_hidden_layers=3, hidden_size=16).eval()
 
 
 def test_the_head_reads_the_mean_of_the_tokens():
     model = read_by_mean(bert())
-    ids, mask = torch.randint(5, tiny.VOCABULARY, (6, 9)), torch.ones(6, 9, dtype=torch.long)
+    ids, mask = torch.randint(5, zoo.VOCABULARY, (6, 9)), torch.ones(6, 9, dtype=torch.long)
     mask[:3, 5:] = 0
     with torch.no_grad():
         output = model.base_model(ids, mask, output_hidden_states=True)
@@ -39,14 +39,14 @@ def test_a_model_read_by_its_mean_is_a_plain_bert(tmp_path):
     model = read_by_mean(bert())
     model.save_pretrained(tmp_path)
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
-    ids = torch.randint(5, tiny.VOCABULARY, (2, 7))
+    ids = torch.randint(5, zoo.VOCABULARY, (2, 7))
     assert type(again) is BertForSequenceClassification
     assert torch.equal(again(ids).logits, model(ids).logits)
 
 
 def test_other_models_are_not_read_by_their_mean():
     with pytest.raises(ValueError, match="'first' for GPT2LMHeadModel"):
-        read_by_mean(tiny.gpt2())
+        read_by_mean(zoo.small("gpt2"))
 
 
 @pytest.mark.parametrize("method", ["bk", "rgp", "lora"])
@@ -55,8 +55,8 @@ def test_frozen_modules_stay_as_they_are_under_every_method(method, tmp_path):
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     carriers = CarrierConfig(r=2, exclude_modules=LOWER) if method == "rgp" else None
     config = DPConfig(noise_multiplier=1.0, expected_batch_size=8, accountant="rdp", carriers=carriers)
-    some = {"train_dataset": tiny.text(), "data_collator": tiny.Padding()}
-    RecipeTrainer(model, tiny.arguments(tmp_path, max_steps=2), dp_config=config, **some).train()
+    some = {"train_dataset": training.text(), "data_collator": training.Padding()}
+    RecipeTrainer(model, training.arguments(tmp_path, max_steps=2), dp_config=config, **some).train()
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert {int(n) for name in changed for n in re.findall(r"layer\.(\d)", name)} == {1, 2}
     assert not any("embeddings" in name for name in changed) and any("classifier" in name for name in changed)

@@ -24,9 +24,10 @@ import torch
 import vision
 import yaml
 from safetensors.torch import load_file
-from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from hf_private import DPConfig, verify
+from tests.support import zoo
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
@@ -78,9 +79,8 @@ def make_bert(folder: Path) -> None:
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(special + WORDS)}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
-    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    config = BertConfig(vocab_size=len(special + WORDS), max_position_embeddings=32, **size)
-    BertForSequenceClassification(config).save_pretrained(folder)
+    size = {"hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 32}
+    zoo.small("bert", vocab_size=len(special + WORDS), **size).save_pretrained(folder)
 
 
 def arguments(recipe: str, method: str, files: Path, output: Path) -> list[str]:

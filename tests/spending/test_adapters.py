@@ -6,15 +6,15 @@ from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig, 
 
 from hf_private.gradients.bookkeeper import BookKeeper, trainable
 from hf_private.gradients.layers import UncoveredError
-from tests.support import families as cases
+from tests.support import zoo
 from tests.support.oracle import assert_exact
 
-LORA = [name for name in cases.FAMILIES if name not in ("bert-mlm", "bert-choice", "resnet-gn")]
+LORA = [name for name in zoo.FAMILIES if name not in ("bert-mlm", "bert-choice")]
 
 
 @pytest.mark.parametrize("name", LORA)
 def test_lora_is_exact(name):
-    model, loss = cases.build(name)
+    model, loss = zoo.build(name)
     heads = [head for head in ("classifier", "score") if hasattr(model, head) and name != "distilbert"]
     config = LoraConfig(
         r=2, target_modules="all-linear", lora_dropout=0.0, modules_to_save=heads or None, use_rslora=name == "bert"
@@ -23,7 +23,7 @@ def test_lora_is_exact(name):
     for p in trainable(model).values():
         p.data.add_(0.1 * torch.randn_like(p))
     model.double().eval()
-    assert_exact(model, cases.loss_of(model), cases.make_batch(model, batch_size=3))
+    assert_exact(model, zoo.loss_of(model), zoo.make_batch(model, batch_size=3))
 
 
 @pytest.mark.parametrize(
@@ -36,28 +36,28 @@ def test_lora_is_exact(name):
     ids=["ia3", "prefix", "embedding-lora"],
 )
 def test_other_adapters_are_exact(config):
-    model, _ = cases.build("bert")
+    model, _ = zoo.build("bert")
     model = get_peft_model(model, config).double().eval()
     for p in trainable(model).values():
         p.data.add_(0.1 * torch.randn_like(p))
-    assert_exact(model, cases.loss_of(model), cases.make_batch(model, batch_size=3))
+    assert_exact(model, zoo.loss_of(model), zoo.make_batch(model, batch_size=3))
 
 
-def test_prompt_tuning_is_exact_alone_and_refused_in_company():
+def test_prompt_tuning_is_exact_alone_and_refused_in_a_batch():
     """PEFT looks its prompt up once and repeats it, so the records' gradients are gone before any rule sees them."""
-    model, _ = cases.build("bert")
+    model, _ = zoo.build("bert")
     model = get_peft_model(model, PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=3)).double().eval()
-    loss = cases.loss_of(model)
-    assert_exact(model, loss, cases.make_batch(model, batch_size=1))
+    loss = zoo.loss_of(model)
+    assert_exact(model, loss, zoo.make_batch(model, batch_size=1))
     with pytest.raises(RuntimeError) as caught, BookKeeper(model) as book:
-        book.backward(loss(model, cases.make_batch(model, batch_size=3)))
+        book.backward(loss(model, zoo.make_batch(model, batch_size=3)))
     assert "`prompt_encoder.default.embedding`" in caught.value.__notes__[0]
 
 
-def test_dora_is_exact_alone_and_refused_in_company():
-    model, _ = cases.build("bert")
+def test_dora_is_exact_alone_and_refused_in_a_batch():
+    model, _ = zoo.build("bert")
     model = get_peft_model(model, LoraConfig(r=2, target_modules=["query"], use_dora=True)).double().eval()
-    loss = cases.loss_of(model)
-    assert_exact(model, loss, cases.make_batch(model, batch_size=1))
+    loss = zoo.loss_of(model)
+    assert_exact(model, loss, zoo.make_batch(model, batch_size=1))
     with pytest.raises(UncoveredError, match="lora_magnitude_vector"), BookKeeper(model) as book:
-        book.backward(loss(model, cases.make_batch(model, batch_size=3)))
+        book.backward(loss(model, zoo.make_batch(model, batch_size=3)))

@@ -99,7 +99,7 @@ def child(folder: str, instant: tuple[str, int] | None, started: Any) -> None:
 
     torch.set_num_threads(1)
     from hf_private.accounting.budget import BudgetExceeded
-    from tests.support import tiny
+    from tests.support import training
 
     class Witness(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -118,7 +118,7 @@ def child(folder: str, instant: tuple[str, int] | None, started: Any) -> None:
     if instant is not None:
         how, _ = INSTANTS[instant[0]]
         how(instant[1], instant[0])
-    made = tiny.trainer(
+    made = training.trainer(
         folder,
         dp={"noise_multiplier": None, "target_epsilon": TARGET},
         callbacks=[Witness()],
@@ -204,7 +204,7 @@ def draw(rng: random.Random, moment: str) -> tuple[str, int | float]:
     return moment, rng.randint(1, INSTANTS[moment][1])
 
 
-def test_five_deaths(tmp_path: Path) -> None:
+def test_spending_survives_five_kills(tmp_path: Path) -> None:
     """In the middle of a ledger line, right after a charge, twice in a checkpoint, and at any time at all."""
     rng = random.Random()
     history(tmp_path / "run", [draw(rng, moment) for moment in ("torn", "synced", "state", "optimizer", "time")])
@@ -212,7 +212,7 @@ def test_five_deaths(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
-def test_twenty_deaths(tmp_path: Path, seed: int) -> None:
+def test_spending_survives_twenty_kills(tmp_path: Path, seed: int) -> None:
     rng = random.Random()
     moments = rng.sample([*INSTANTS, "time", "time"], 4)
     history(tmp_path / "run", [draw(rng, moment) for moment in moments])

@@ -16,7 +16,7 @@ from hf_private.spending.ledger import LedgerError
 from hf_private.spending.lineage import Past, past_of
 from hf_private.spending.spending import Spending
 from hf_private.spending.statement import read_record
-from tests.support import tiny
+from tests.support import training, zoo
 
 EVENT = {"sample_rate": 0.1, "releases": [1.0], "steps": 3, "sampling": "poisson"}
 LORA = {"r": 2, "target_modules": ["query", "value"], "task_type": "SEQ_CLS"}
@@ -73,7 +73,7 @@ def test_a_folder_that_is_gone_is_refused(tmp_path: Path) -> None:
 
 def test_a_trained_model_that_was_moved_or_saved_by_hand_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
     """Its config says that there is a record. A relative path could also be a repository's name, so proves nothing."""
-    made = tiny.trainer(tmp_path / "first")
+    made = training.trainer(tmp_path / "first")
     made.train()
     made.save_model()
     made.model.save_pretrained(tmp_path / "by_hand")
@@ -82,7 +82,7 @@ def test_a_trained_model_that_was_moved_or_saved_by_hand_is_refused(tmp_path: Pa
     moved = BertForSequenceClassification.from_pretrained("first")
     Path("first").rename("second")
     for model in (moved, BertForSequenceClassification.from_pretrained("by_hand")):
-        made = tiny.trainer(tmp_path / "new", model=model)
+        made = training.trainer(tmp_path / "new", model=model)
         for _ in range(2):  # to try again does not help
             with pytest.raises(LedgerError, match="says that its weights have a record.*continues=.*disjoint_data="):
                 made.train()
@@ -118,13 +118,13 @@ def test_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: s
 
 def test_a_trained_adapter_must_be_named(tmp_path: Path) -> None:
     """PEFT keeps no trace of the folder: fresh adapters pass, loaded ones are refused until their record is named."""
-    first = tiny.trainer(tmp_path / "first", get_peft_model(tiny.bert(), LoraConfig(**LORA)))
+    first = training.trainer(tmp_path / "first", get_peft_model(zoo.small("bert"), LoraConfig(**LORA)))
     first.train()
     first.save_model()
 
     def again(folder: str, dp: dict | None = None, **rest: Any) -> Any:
-        adapted = PeftModel.from_pretrained(tiny.bert(), str(tmp_path / "first"), is_trainable=True)
-        made = tiny.trainer(tmp_path / folder, adapted, dp=dp)
+        adapted = PeftModel.from_pretrained(zoo.small("bert"), str(tmp_path / "first"), is_trainable=True)
+        made = training.trainer(tmp_path / folder, adapted, dp=dp)
         made.continues = rest.get("continues")
         made.train()
         return made
@@ -145,10 +145,10 @@ def test_a_trained_adapter_must_be_named(tmp_path: Path) -> None:
 def test_a_trained_adapter_of_another_kind_must_be_named(tmp_path: Path) -> None:
     """IA3 begins at one."""
     settings = IA3Config(target_modules=["key", "value"], feedforward_modules=[], task_type="SEQ_CLS")
-    first = tiny.trainer(tmp_path / "first", get_peft_model(tiny.bert(), settings))
+    first = training.trainer(tmp_path / "first", get_peft_model(zoo.small("bert"), settings))
     first.train()
     first.save_model()
-    again = PeftModel.from_pretrained(tiny.bert(), str(tmp_path / "first"), is_trainable=True)
+    again = PeftModel.from_pretrained(zoo.small("bert"), str(tmp_path / "first"), is_trainable=True)
     with pytest.raises(LedgerError, match="ia3_l.* is not as a fresh"):
         past_of(again)
     assert len(past_of(again, tmp_path / "first").records) == 1
@@ -164,11 +164,11 @@ def test_a_trained_adapter_of_another_kind_must_be_named(tmp_path: Path) -> None
 )
 def test_an_adapter_that_shows_nothing_is_admitted(tmp_path: Path, settings: PeftConfig) -> None:
     """It begins at random. A name, or a resumed run, settles it."""
-    adapted = get_peft_model(tiny.bert(), settings)
+    adapted = get_peft_model(zoo.small("bert"), settings)
     assert past_of(adapted) == Past((), ("adapter_unchecked",))
     assert past_of(adapted, known=True) == Past()
     assert past_of(adapted, published(tmp_path / "named")).unchecked == ()
-    made = tiny.trainer(tmp_path / "out", adapted)
+    made = training.trainer(tmp_path / "out", adapted)
     made.train()
     made.save_model()
     assert any("adapter's past cannot be seen" in text for text in read_record(tmp_path / "out")["caveats"])
@@ -176,11 +176,11 @@ def test_an_adapter_that_shows_nothing_is_admitted(tmp_path: Path, settings: Pef
 
 def test_a_trained_adapter_that_is_loaded_beside_others(tmp_path: Path) -> None:
     """The base model's object was trained in this process. That says nothing of an adapter that came later."""
-    costly = tiny.trainer(tmp_path / "costly", get_peft_model(tiny.bert(), LoraConfig(**LORA)))
+    costly = training.trainer(tmp_path / "costly", get_peft_model(zoo.small("bert"), LoraConfig(**LORA)))
     costly.train()
     costly.save_model()
-    model = get_peft_model(tiny.bert(), LoraConfig(**LORA))
-    tiny.trainer(tmp_path / "cheap", model).train()
+    model = get_peft_model(zoo.small("bert"), LoraConfig(**LORA))
+    training.trainer(tmp_path / "cheap", model).train()
     assert len(past_of(model).records) == 1, "its own adapter is settled"
     model.load_adapter(str(tmp_path / "costly"), adapter_name="x")
     for active in ("default", "x"):  # an idle adapter is saved, too
@@ -207,10 +207,10 @@ def test_an_adapters_record_that_has_the_base_models_in_it(tmp_path: Path) -> No
 
 def test_a_trained_model_that_is_a_part_of_another(tmp_path: Path) -> None:
     """The config of the whole says nothing of it."""
-    first = tiny.trainer(tmp_path / "first")
+    first = training.trainer(tmp_path / "first")
     first.train()
     first.save_model()
-    for whole in (nn.Module(), tiny.bert()):
+    for whole in (nn.Module(), zoo.small("bert")):
         whole.bert = BertModel.from_pretrained(tmp_path / "first")
         assert [len(past["ledger"]["events"]) for past in past_of(whole).records] == [1]
     (tmp_path / "first" / "privacy.json").unlink()
@@ -219,22 +219,22 @@ def test_a_trained_model_that_is_a_part_of_another(tmp_path: Path) -> None:
 
 
 def test_a_trained_part_that_is_put_into_a_model_of_this_process(tmp_path: Path) -> None:
-    first = tiny.trainer(tmp_path / "first")
+    first = training.trainer(tmp_path / "first")
     first.train()
     first.save_model()
-    second = tiny.trainer(tmp_path / "second")
+    second = training.trainer(tmp_path / "second")
     second.train()
     second.model.bert = BertModel.from_pretrained(tmp_path / "first")
-    third = tiny.trainer(tmp_path / "third", second.model)
+    third = training.trainer(tmp_path / "third", second.model)
     third.train()
     assert steps(third) == 12
 
 
 def test_a_new_model_from_a_config_that_a_trained_one_was_built_from(tmp_path: Path) -> None:
     """As in a loop over epsilons: its weights are new, and owe nothing."""
-    config = tiny.bert().config
+    config = zoo.small("bert").config
     for name in ("first", "second"):
-        trainer = tiny.trainer(tmp_path / name, BertForSequenceClassification(config))
+        trainer = training.trainer(tmp_path / name, BertForSequenceClassification(config))
         trainer.train()
         assert steps(trainer) == 4
         assert hasattr(trainer.model.config, lineage.MARK) and not hasattr(config, lineage.MARK)
@@ -246,21 +246,21 @@ def test_a_new_model_from_a_config_that_a_trained_one_was_built_from(tmp_path: P
 
 def test_a_model_that_another_trainer_has_trained(tmp_path: Path) -> None:
     """No file tells it: the object itself goes from one output folder to the next."""
-    first = tiny.trainer(tmp_path / "first")
+    first = training.trainer(tmp_path / "first")
     first.train()
-    second = tiny.trainer(tmp_path / "second", first.model)
+    second = training.trainer(tmp_path / "second", first.model)
     second.train()
     assert (steps(first), steps(second)) == (4, 8)
     first.train()
     assert steps(first) >= 12, "and back again; its own four may be counted twice, never not at all"
     spent = steps(first)
-    third = tiny.trainer(tmp_path / "third", get_peft_model(first.model, LoraConfig(**LORA)))
+    third = training.trainer(tmp_path / "third", get_peft_model(first.model, LoraConfig(**LORA)))
     third.train()
     assert steps(third) == spent + 4, "under an adapter, too"
 
 
 def test_a_run_that_failed_is_remembered(tmp_path: Path) -> None:
-    first = tiny.trainer(tmp_path / "first")
+    first = training.trainer(tmp_path / "first")
     step, calls = first.training_step, []
 
     def failing(*args: Any) -> Any:
@@ -270,6 +270,6 @@ def test_a_run_that_failed_is_remembered(tmp_path: Path) -> None:
     first.training_step = failing
     with pytest.raises(pytest.fail.Exception):
         first.train()
-    second = tiny.trainer(tmp_path / "second", first.model)
+    second = training.trainer(tmp_path / "second", first.model)
     second.train()
     assert steps(second) == 2 + 4

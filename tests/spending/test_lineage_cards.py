@@ -14,7 +14,7 @@ from hf_private.spending.ledger import LedgerError
 from hf_private.spending.spending import Spending
 from hf_private.spending.statement import build_record, read_record
 from hf_private.trainer.trainer import DPTrainer
-from tests.support import tiny
+from tests.support import training
 
 pretrained = BertForSequenceClassification.from_pretrained
 quick = pytest.mark.usefixtures("quick_cards")
@@ -27,7 +27,7 @@ def steps(folder: Path) -> int:
 
 
 def trained(folder: Path, model: Any = None, dp: dict | None = None, **settings: Any) -> DPTrainer:
-    made = tiny.trainer(folder, model, dp=dp, **settings)
+    made = training.trainer(folder, model, dp=dp, **settings)
     made.train()
     made.save_model()
     return made
@@ -40,12 +40,12 @@ def trained(folder: Path, model: Any = None, dp: dict | None = None, **settings:
 def test_weights_that_were_trained_on_are_not_saved_with_an_old_card(tmp_path: Path) -> None:
     first = trained(tmp_path / "first")
     second = trained(tmp_path / "second", first.model)
-    before = {path: path.read_bytes() for path in tiny.files(tmp_path / "first")}
+    before = {path: path.read_bytes() for path in training.files(tmp_path / "first")}
     for save in (first.save_model, lambda: first.save_model(tmp_path / "other"), first.push_to_hub):
         first.hub_model_id = "me/model"
         with pytest.raises(LedgerError, match="trained elsewhere: 8 private steps.*nothing was saved. Save.*or train"):
             save()
-    assert {path: path.read_bytes() for path in tiny.files(tmp_path / "first")} == before
+    assert {path: path.read_bytes() for path in training.files(tmp_path / "first")} == before
     assert not (tmp_path / "other").exists()
     second.save_model(tmp_path / "other")
     assert steps(tmp_path / "other") == 8
@@ -62,14 +62,14 @@ def test_a_trainer_that_has_not_trained_saves_what_its_ledger_has(tmp_path: Path
     for folder, error in (("costly", "trained elsewhere: 4 private"), ("by_hand", "says that its weights have a rec")):
         for target in ("cheap", "unused"):
             with pytest.raises(LedgerError, match=error):
-                tiny.trainer(tmp_path / target, pretrained(tmp_path / folder)).save_model()
+                training.trainer(tmp_path / target, pretrained(tmp_path / folder)).save_model()
     assert steps(tmp_path / "cheap") == 1 and not (tmp_path / "unused" / "config.json").exists()
-    tiny.trainer(tmp_path / "costly", pretrained(tmp_path / "costly")).save_model(tmp_path / "copy")
+    training.trainer(tmp_path / "costly", pretrained(tmp_path / "costly")).save_model(tmp_path / "copy")
     assert steps(tmp_path / "copy") == 4
-    tiny.trainer(tmp_path / "fresh").save_model()
-    tiny.trainer(tmp_path / "stated", pretrained(tmp_path / "costly"), dp={"disjoint_data": True}).save_model()
+    training.trainer(tmp_path / "fresh").save_model()
+    training.trainer(tmp_path / "stated", pretrained(tmp_path / "costly"), dp={"disjoint_data": True}).save_model()
     with pytest.raises(LedgerError, match="says that its weights have a record"):  # this one says nothing of them
-        tiny.trainer(tmp_path / "next", pretrained(tmp_path / "stated")).train()
+        training.trainer(tmp_path / "next", pretrained(tmp_path / "stated")).train()
 
 
 @quick
@@ -80,7 +80,7 @@ def test_no_training_is_lost_because_a_folder_has_vanished(tmp_path: Path, kind:
     model = pretrained(tmp_path / "base")
     if kind == "adapter":
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
-    made = tiny.trainer(tmp_path / "out", model, **SAVE)
+    made = training.trainer(tmp_path / "out", model, **SAVE)
     step = made.training_step
     made.training_step = lambda *args: (shutil.rmtree(tmp_path / "base", ignore_errors=True), step(*args))[1]
     made.train()
@@ -93,10 +93,10 @@ def test_no_training_is_lost_because_a_folder_has_vanished(tmp_path: Path, kind:
 
 @quick
 def test_what_a_resumed_run_leaves_can_be_saved(tmp_path: Path) -> None:
-    evaluated = {"eval_dataset": tiny.text()[:8], "eval_strategy": "steps", "eval_steps": 2}
-    tiny.trainer(tmp_path, callbacks=[tiny.Stop(2)], **SAVE).train()
+    evaluated = {"eval_dataset": training.text()[:8], "eval_strategy": "steps", "eval_steps": 2}
+    training.trainer(tmp_path, callbacks=[training.Stop(2)], **SAVE).train()
     for _ in range(2):  # the second time it is complete already
-        again = tiny.trainer(tmp_path, load_best_model_at_end=True, **SAVE, **evaluated)
+        again = training.trainer(tmp_path, load_best_model_at_end=True, **SAVE, **evaluated)
         again.train(resume_from_checkpoint=True)
         again.save_model()
         assert steps(tmp_path) == 4
@@ -106,7 +106,7 @@ def test_what_a_resumed_run_leaves_can_be_saved(tmp_path: Path) -> None:
 def test_a_run_that_was_refused_is_refused_again_in_a_folder_with_a_history(tmp_path: Path) -> None:
     trained(tmp_path / "costly").model.save_pretrained(tmp_path / "by_hand")
     trained(tmp_path / "cheap", max_steps=1)
-    made = tiny.trainer(tmp_path / "cheap", pretrained(tmp_path / "by_hand"))
+    made = training.trainer(tmp_path / "cheap", pretrained(tmp_path / "by_hand"))
     for attempt in (made.train, made.train, made.save_model):
         with pytest.raises(LedgerError, match="says that its weights have a record"):
             attempt()
@@ -145,12 +145,12 @@ def test_what_was_set_aside_is_charged_to_a_later_run_of_the_same_folder(tmp_pat
 def test_a_past_that_was_set_aside_without_being_found_must_be_named(tmp_path: Path) -> None:
     trained(tmp_path / "one").model.save_pretrained(tmp_path / "by_hand")
     trained(tmp_path / "two", pretrained(tmp_path / "by_hand"), {"disjoint_data": True}, max_steps=2)
-    made = tiny.trainer(tmp_path / "three", pretrained(tmp_path / "two"), max_steps=1)
+    made = training.trainer(tmp_path / "three", pretrained(tmp_path / "two"), max_steps=1)
     with pytest.raises(LedgerError, match=r"`disjoint_data`.*continues=.*disjoint_data=True"):
         made.train()
     made.continues = tmp_path / "one"
     made.train()
-    assert tiny.steps(tmp_path / "three") == 4 + 2 + 1
+    assert training.steps(tmp_path / "three") == 4 + 2 + 1
 
 
 def test_records_of_older_versions_have_set_nothing_aside(tmp_path: Path) -> None:
@@ -177,11 +177,11 @@ def test_the_charge_for_tuning_goes_along_with_the_weights(tmp_path: Path) -> No
     first.save_model()
     for folder in ("base", "copy"):
         assert read_record(tmp_path / folder)["guarantee"]["epsilon"] == claimed
-    next_, same = tiny.trainer(tmp_path / "next", pretrained(tmp_path / "copy"), max_steps=1), first.model
+    next_, same = training.trainer(tmp_path / "next", pretrained(tmp_path / "copy"), max_steps=1), first.model
     next_.train()
-    assert tiny.steps(tmp_path / "next") == 3 * 4 + 1 and next_.privacy_spent().epsilon > claimed
-    tiny.trainer(tmp_path / "same", same, max_steps=1).train()
-    assert tiny.steps(tmp_path / "same") == 3 * 4 + 1, "the object in memory, too"
+    assert training.steps(tmp_path / "next") == 3 * 4 + 1 and next_.privacy_spent().epsilon > claimed
+    training.trainer(tmp_path / "same", same, max_steps=1).train()
+    assert training.steps(tmp_path / "same") == 3 * 4 + 1, "the object in memory, too"
 
 
 @quick
@@ -193,15 +193,15 @@ def test_tuning_that_was_charged_later_is_charged_where_the_rest_was(tmp_path: P
     first = trained(tmp_path / "base")
     for runs, expected in ((1, 4 + 1), (3, 3 * 4 + 2), (3, 3 * 4 + 3), (2, 3 * 4 + 4)):
         tuned("base", runs=runs, law="fixed")
-        tiny.trainer(tmp_path / "next", pretrained(tmp_path / "base"), max_steps=1).train()
-        assert tiny.steps(tmp_path / "next") == expected
+        training.trainer(tmp_path / "next", pretrained(tmp_path / "base"), max_steps=1).train()
+        assert training.steps(tmp_path / "next") == expected
     first.save_model(tmp_path / "copy")
     tuned("copy", runs=5, law="fixed")
-    tiny.trainer(tmp_path / "base", pretrained(tmp_path / "copy"), max_steps=1).train()
-    assert tiny.steps(tmp_path / "base") == 5 * 4 + 1, "the copy says more than the folder's own card"
+    training.trainer(tmp_path / "base", pretrained(tmp_path / "copy"), max_steps=1).train()
+    assert training.steps(tmp_path / "base") == 5 * 4 + 1, "the copy says more than the folder's own card"
     tuned("copy", runs=5, law="geometric")
     with pytest.raises(LedgerError, match=r"random number of runs \(geometric, mean 5\).*--law fixed.*disjoint_data="):
-        tiny.trainer(tmp_path / "other", pretrained(tmp_path / "copy")).train()
+        training.trainer(tmp_path / "other", pretrained(tmp_path / "copy")).train()
 
 
 # ---- admissions

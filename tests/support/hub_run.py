@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, TrainingArguments
 from hf_private.config import DPConfig
 from hf_private.publishing.verify import verify
 from hf_private.trainer.trainer import DPTrainer
-from tests.support import tiny
+from tests.support import training, zoo
 
 METHODS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -28,7 +28,7 @@ METHODS: dict[str, dict[str, Any]] = {
 def run(method: str, folder: Path) -> dict[str, Any]:
     """Train, push, and read back."""
     output = folder / "out"
-    model = tiny.bert()
+    model = zoo.small("bert")
     if method == "lora":
         base = folder / "base"
         model.save_pretrained(base)  # a local path, which no card may show
@@ -52,15 +52,15 @@ def run(method: str, folder: Path) -> dict[str, Any]:
         use_cpu=True,
         disable_tqdm=True,
     )
-    records = Dataset.from_list(tiny.text())
+    records = Dataset.from_list(training.text())
     trainer = DPTrainer(
         model,
         args,
         dp_config=DPConfig(noise_multiplier=4.0, expected_batch_size=4, **METHODS[method]),
         train_dataset=records,
-        eval_dataset=Dataset.from_list(tiny.text(seed=2)),
-        anchor_dataset=Dataset.from_list(tiny.text(seed=1)) if method == "gep" else None,
-        data_collator=tiny.Padding(),
+        eval_dataset=Dataset.from_list(training.text(seed=2)),
+        anchor_dataset=Dataset.from_list(training.text(seed=1)) if method == "gep" else None,
+        data_collator=training.Padding(),
     )
     for name in ("runs/Nov01/events.out.tfevents.1", "rng_state.pth", "train.log", "all_results.json"):
         path = output / name

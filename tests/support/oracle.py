@@ -12,24 +12,28 @@ def record(batch: dict, n: int) -> dict:
     return {key: value[n : n + 1] for key, value in batch.items()}
 
 
-def per_sample_gradients(model, loss, batch: dict) -> list[dict[str, torch.Tensor]]:
-    """For each record, its gradient by parameter name (zeros where the record does not reach a parameter)."""
+def gradient(model, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Gradient of a scalar by parameter name, zeros where it does not depend on a parameter; the graph is kept."""
     parameters = trainable(model)
-    result = []
-    for n in range(len(next(iter(batch.values())))):
-        value = loss(model, record(batch, n)).sum()
-        grads = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
-        result.append(
-            {
-                name: torch.zeros_like(p) if g is None else g
-                for (name, p), g in zip(parameters.items(), grads, strict=True)
-            }
-        )
-    return result
+    grads = torch.autograd.grad(value, list(parameters.values()), allow_unused=True, retain_graph=True)
+    return {
+        name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(parameters.items(), grads, strict=True)
+    }
+
+
+def flat(gradient: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A gradient as one vector."""
+    return torch.cat([g.flatten() for g in gradient.values()])
+
+
+def per_sample_gradients(model, loss, batch: dict) -> list[dict[str, torch.Tensor]]:
+    """For each record, its gradient by parameter name, from a batch of that record alone."""
+    records = range(len(next(iter(batch.values()))))
+    return [gradient(model, loss(model, record(batch, n)).sum()) for n in records]
 
 
 def norms(gradients: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-    return torch.stack([torch.cat([g.flatten() for g in one.values()]).norm() for one in gradients])
+    return torch.stack([flat(one).norm() for one in gradients])
 
 
 def weighted_sum(gradients: list[dict[str, torch.Tensor]], factors: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -45,7 +49,7 @@ def assert_exact(model, loss, batch, tolerance=EXACT, method=None):
         got_norms, sums = book.norms(), book.weighted_sum(factors)
     torch.testing.assert_close(got_norms.double(), norms(wanted).double(), rtol=tolerance, atol=0)
     expected = weighted_sum(wanted, factors)
-    scale = torch.cat([g.flatten() for g in expected.values()]).double().norm()
+    scale = flat(expected).double().norm()
     for name, g in expected.items():
         got = sums[name] if name in sums else torch.zeros_like(g)
         assert got.dtype in (torch.float32, torch.float64)

@@ -7,6 +7,7 @@ import transformers as hf
 from hf_private.gradients.bookkeeper import BookKeeper
 from hf_private.tasks.independence import rope_limit
 from hf_private.tasks.losses import PerSampleLoss
+from tests.support import zoo
 
 PRETRAINED = 16
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
@@ -17,12 +18,8 @@ LONG = {
 
 
 def llama(rope: dict, longest: int = PRETRAINED) -> hf.LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = hf.LlamaConfig(
-        hidden_size=32, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2, intermediate_size=32,
-        vocab_size=60, max_position_embeddings=longest, rope_parameters=rope, pad_token_id=0, initializer_range=0.5,
-    )  # fmt: skip
-    return hf.LlamaForCausalLM(config).double()
+    size = {"hidden_size": 32, "head_dim": 16, "max_position_embeddings": longest}
+    return zoo.make("llama", **size, rope_parameters=rope, initializer_range=0.5)
 
 
 def gradient_beside(model: hf.LlamaForCausalLM, neighbour: int) -> torch.Tensor:
@@ -37,11 +34,11 @@ def gradient_beside(model: hf.LlamaForCausalLM, neighbour: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("rope", "longest"), [(DYNAMIC, PRETRAINED), (LONG, 64)], ids=["dynamic", "longrope"])
-def test_a_rope_that_turns_with_its_neighbours_is_refused_where_it_does(rope, longest, monkeypatch):
+def test_rope_that_depends_on_the_longest_record_is_refused_beyond_its_limit(rope, longest, monkeypatch):
     model = llama(rope, longest)
     alone = gradient_beside(model, 10)
     torch.testing.assert_close(gradient_beside(model, PRETRAINED), alone)
-    with pytest.raises(ValueError, match=f"at most {PRETRAINED} tokens for LlamaForCausalLM, got 40.*Truncate"):
+    with pytest.raises(ValueError, match=f"`input_ids`.*{PRETRAINED}.*LlamaForCausalLM.*got 40"):
         gradient_beside(model, 40)
     torch.testing.assert_close(gradient_beside(model, PRETRAINED), alone)
     few = {"input_ids": torch.ones(1, 3).long(), "labels": torch.ones(1, 3).long()}
@@ -49,7 +46,7 @@ def test_a_rope_that_turns_with_its_neighbours_is_refused_where_it_does(rope, lo
         {"position_ids": torch.tensor([[0, 1, 20]])},
         {"inputs_embeds": torch.ones(1, 20, 32), "input_ids": None},
     ):
-        with pytest.raises(ValueError, match=f"at most {PRETRAINED} tokens"):
+        with pytest.raises(ValueError, match=f"`input_ids`.*{PRETRAINED}"):
             PerSampleLoss(model)(model, few | far)
     monkeypatch.setattr("hf_private.tasks.independence.rope_limit", lambda config: None)
     assert not torch.allclose(gradient_beside(model, 40), alone), "there was nothing to refuse"
@@ -62,7 +59,7 @@ def test_other_ropes_have_no_limit():
         assert rope_limit(config) is None
 
 
-def test_kinds_by_layer_and_of_a_part_are_found():
+def test_rope_limit_reads_settings_per_layer_and_old_ones():
     assert rope_limit(hf.PreTrainedConfig(rope_parameters={"full": {"rope_type": "default"}, "local": LONG})) == 16
     assert (
         rope_limit(hf.PreTrainedConfig(rope_scaling={"type": "dynamic", "factor": 2.0}, max_position_embeddings=8))

@@ -11,7 +11,7 @@ from hf_private.accounting.events import Event
 from hf_private.spending.ledger import PrivacyLedger
 from hf_private.spending.spending import LEDGER, Spending
 from hf_private.trainer.callbacks import PrivacyCallback
-from tests.support import tiny
+from tests.support import training
 
 EVENT = Event(0.1, (1.0,))
 
@@ -77,7 +77,7 @@ def test_it_stops_when_no_step_is_left(tmp_path: Path, left: int | None, stops: 
 
 def test_a_trainer_stops_before_its_budget_is_overspent(tmp_path: Path) -> None:
     """Were the loop to run on, the callback ends it after the last permitted step; the mechanism would refuse more."""
-    made = tiny.trainer(tmp_path, dp={"noise_multiplier": None, "target_epsilon": 4.0}, max_steps=3)
+    made = training.trainer(tmp_path, dp={"noise_multiplier": None, "target_epsilon": 4.0}, max_steps=3)
     plan = made.spending.plan
     made.spending.plan = lambda rate, steps, *rest: plan(rate, 2, *rest)
     made.train()
@@ -87,7 +87,7 @@ def test_a_trainer_stops_before_its_budget_is_overspent(tmp_path: Path) -> None:
 
 
 def test_the_trainer_has_one_and_reporters_see_epsilon(tmp_path: Path) -> None:
-    made = tiny.trainer(tmp_path)
+    made = training.trainer(tmp_path)
     assert isinstance(made.callback_handler.callbacks[0], PrivacyCallback)
     seen = []
 

@@ -17,26 +17,26 @@ from transformers import Trainer, TrainerCallback
 from hf_private.config import DPConfig
 from hf_private.trainer.guards import order_of
 from hf_private.trainer.trainer import DPTrainer
-from tests.support import tiny
+from tests.support import training, zoo
 
 # ---- guards
 
 
 def test_an_optimizer_of_another_copy_is_refused(tmp_path: Path) -> None:
-    model, copy = tiny.bert(), tiny.bert()
+    model, copy = zoo.small("bert"), zoo.small("bert")
     optimizer = torch.optim.SGD(copy.parameters(), lr=0.1)
-    made = tiny.trainer(tmp_path, model, optimizers=(optimizer, None))
+    made = training.trainer(tmp_path, model, optimizers=(optimizer, None))
     with pytest.raises(ValueError, match="`optimizers` must hold every trainable parameter.*`bert.embeddings"):
         made.train()
     both = torch.optim.SGD([*model.parameters(), *copy.parameters()], lr=0.1)
     with pytest.raises(ValueError, match="`optimizers` must hold parameters of the model only"):
-        tiny.trainer(tmp_path / "both", model, optimizers=(both, None)).train()
-    assert not tiny.files(tmp_path / "_dp") or tiny.steps(tmp_path) == 0, "nothing was spent"
+        training.trainer(tmp_path / "both", model, optimizers=(both, None)).train()
+    assert not training.files(tmp_path / "_dp") or training.steps(tmp_path) == 0, "nothing was spent"
 
 
 @pytest.mark.parametrize(("value", "named"), [(None, "none"), (0.0, "zero"), (math.nan, "not finite")])
 def test_a_parameter_without_a_gradient_is_an_error(tmp_path: Path, value: float | None, named: str) -> None:
-    made = tiny.trainer(tmp_path)
+    made = training.trainer(tmp_path)
     attach = made._attach
 
     def broken(*args: Any) -> None:
@@ -65,14 +65,14 @@ def test_what_is_trained_stays_so_in_a_run(tmp_path: Path, change: str) -> None:
             elif state.global_step == 2:
                 model.classifier.requires_grad_(change == "unfrozen")
 
-    made = tiny.trainer(tmp_path, callbacks=[Change()])
+    made = training.trainer(tmp_path, callbacks=[Change()])
     made.model.classifier.requires_grad_(change != "unfrozen")
     with pytest.raises(RuntimeError, match=f"`classifier.weight` must stay as it was.*got {change} \\(2 such"):
         made.train()
-    assert tiny.steps(tmp_path) == 2
+    assert training.steps(tmp_path) == 2
 
 
-class Packing(tiny.Padding):
+class Packing(training.Padding):
     """Two records in a row."""
 
     def __call__(self, records: list[dict]) -> dict[str, Tensor]:
@@ -81,7 +81,7 @@ class Packing(tiny.Padding):
         return super().__call__(joined)
 
 
-class Splitting(tiny.Padding):
+class Splitting(training.Padding):
     """Several rows for a long record, each of which would be clipped by itself."""
 
     def __call__(self, records: list[dict]) -> dict[str, Tensor]:
@@ -92,7 +92,7 @@ class Splitting(tiny.Padding):
 @pytest.mark.parametrize("collator", [Packing(), Splitting()], ids=["packing", "splitting"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_row_must_be_a_record(tmp_path: Path, collator: Any, workers: int) -> None:
-    made = tiny.trainer(tmp_path, data_collator=collator, dataloader_num_workers=workers)
+    made = training.trainer(tmp_path, data_collator=collator, dataloader_num_workers=workers)
     with pytest.raises(ValueError, match="`data_collator` must return one row for each record, got"):
         made.train()
 
@@ -109,14 +109,14 @@ class Noisy(Dataset):
 
 def test_the_order_of_records_shows() -> None:
     """By it ranks see whether they share the records, whatever class holds them."""
-    records = tiny.text()
+    records = training.text()
     orders = [order_of(x) for x in (records, records[::-1], Subset(records, range(9)), Subset(records, range(1, 10)))]
     assert len(set(orders)) == 4 and all(order[1] for order in orders)
     assert order_of(datasets.Dataset.from_list(records)) == order_of(datasets.Dataset.from_list(records))
     assert order_of(Noisy()) == order_of(Noisy()) and order_of(Noisy())[1]
 
 
-class Unmasked(tiny.Padding):
+class Unmasked(training.Padding):
     """Padding that nothing marks."""
 
     def __call__(self, records: list[dict]) -> dict[str, Tensor]:
@@ -125,7 +125,7 @@ class Unmasked(tiny.Padding):
         return batch
 
 
-class AllMarked(tiny.Padding):
+class AllMarked(training.Padding):
     """Padding that is marked as text, in a mask of ones."""
 
     def __call__(self, records: list[dict]) -> dict[str, Tensor]:
@@ -133,7 +133,7 @@ class AllMarked(tiny.Padding):
         return batch | {"attention_mask": torch.ones_like(batch["attention_mask"])}
 
 
-class Embedded(tiny.Padding):
+class Embedded(training.Padding):
     """Vectors instead of tokens, padded with zeros, their mask as `marked`: None, of ones, or right."""
 
     def __init__(self, marked: str | None) -> None:
@@ -150,9 +150,9 @@ class Embedded(tiny.Padding):
 @pytest.mark.parametrize("marked", [None, "all", "right"])
 def test_padding_of_what_is_not_tokens_must_be_marked_too(tmp_path: Path, marked: str | None) -> None:
     records = [{"inputs_embeds": torch.randn(n, 8), "labels": n % 2} for n in range(2, 16)]
-    model = tiny.bert(hidden_size=8)
+    model = zoo.small("bert", hidden_size=8)
     model.get_input_embeddings().requires_grad_(False)  # nobody looks a word up
-    made = tiny.trainer(tmp_path, model, records=records, data_collator=Embedded(marked))
+    made = training.trainer(tmp_path, model, records=records, data_collator=Embedded(marked))
     if marked == "right":
         made.train()
         return
@@ -160,14 +160,14 @@ def test_padding_of_what_is_not_tokens_must_be_marked_too(tmp_path: Path, marked
         made.train()
 
 
-class Ending(tiny.Padding):
+class Ending(training.Padding):
     """A token more for each record, which is no padding."""
 
     def __call__(self, records: list[dict]) -> dict[str, Tensor]:
         return super().__call__([{**record, "input_ids": [*record["input_ids"], 4]} for record in records])
 
 
-class Images(tiny.Padding):
+class Images(training.Padding):
     """Records with two images and with none, in one tensor."""
 
     def __call__(self, records: list[dict]) -> dict[str, Tensor]:
@@ -185,27 +185,27 @@ class Images(tiny.Padding):
 )
 def test_padding_must_be_marked_and_nothing_flattened(tmp_path: Path, collator: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        tiny.trainer(tmp_path, data_collator=collator).train()
+        training.trainer(tmp_path, data_collator=collator).train()
 
 
 def test_a_run_that_failed_before_its_first_step_can_be_tried_again(tmp_path: Path) -> None:
-    made = tiny.trainer(tmp_path, data_collator=Unmasked())
+    made = training.trainer(tmp_path, data_collator=Unmasked())
     with pytest.raises(ValueError, match="attention_mask"):
         made.train()
-    made.data_collator = tiny.Padding()
+    made.data_collator = training.Padding()
     made.train()
-    assert tiny.steps(tmp_path) == 4
+    assert training.steps(tmp_path) == 4
 
 
 def test_a_collator_may_add_a_token_to_every_record(tmp_path: Path) -> None:
-    tiny.trainer(tmp_path, data_collator=Ending()).train()
-    assert tiny.steps(tmp_path) == 4
+    training.trainer(tmp_path, data_collator=Ending()).train()
+    assert training.steps(tmp_path) == 4
 
 
 def test_gradient_hooks_are_refused(tmp_path: Path) -> None:
     """A micro-batch of one record lets autograd compute some gradients: a hook would see them."""
     for register in ("register_hook", "register_post_accumulate_grad_hook"):
-        made = tiny.trainer(tmp_path / register)
+        made = training.trainer(tmp_path / register)
         getattr(made.model.classifier.weight, register)(lambda _: None)
         with pytest.raises(RuntimeError, match="`classifier.weight` must not have a gradient hook"):
             made.train()
@@ -213,15 +213,15 @@ def test_gradient_hooks_are_refused(tmp_path: Path) -> None:
 
 def test_what_is_set_later_is_checked_too(tmp_path: Path) -> None:
     for name, value in (("auto_find_batch_size", True), ("gradient_accumulation_steps", 2), ("max_grad_norm", 0.3)):
-        made = tiny.trainer(tmp_path)
+        made = training.trainer(tmp_path)
         setattr(made.args, name, value)
         with pytest.raises(ValueError, match=f"`{name}` = "):
             made.train()
-    made = tiny.trainer(tmp_path)
+    made = training.trainer(tmp_path)
     made.dp_config.clip_norm = -1.0
     with pytest.raises(ValueError, match="`clip_norm` must be > 0, got -1"):
         made.train()
-    made = tiny.trainer(tmp_path)
+    made = training.trainer(tmp_path)
     made.data_collator.tokenizer = type("Left", (), {"padding_side": "left"})
     with pytest.raises(ValueError, match="`padding_side`"):
         made.train()
@@ -229,7 +229,7 @@ def test_what_is_set_later_is_checked_too(tmp_path: Path) -> None:
 
 
 def test_a_budget_that_is_raised_later_is_the_one_enforced(tmp_path: Path) -> None:
-    made = tiny.trainer(tmp_path, dp={"noise_multiplier": None, "target_epsilon": 3.0})
+    made = training.trainer(tmp_path, dp={"noise_multiplier": None, "target_epsilon": 3.0})
     made.train()
     made.dp_config.target_epsilon = 6.0
     made.train()
@@ -239,30 +239,30 @@ def test_a_budget_that_is_raised_later_is_the_one_enforced(tmp_path: Path) -> No
 
 def test_a_run_that_begins_anew_within_train_would_repeat_its_noise(tmp_path: Path) -> None:
     """As `auto_find_batch_size` does after an error: the loop runs again, under the keys of the first time."""
-    made = tiny.trainer(tmp_path, max_steps=2)
+    made = training.trainer(tmp_path, max_steps=2)
     loop = made._inner_training_loop
     made._inner_training_loop = lambda *args, **kwargs: (loop(*args, **kwargs), loop(*args, **kwargs))[1]
     with pytest.raises(RuntimeError, match="its noise and its draws would repeat"):
         made.train()
-    assert tiny.steps(tmp_path) == 2
+    assert training.steps(tmp_path) == 2
 
 
 def test_the_training_set_is_not_evaluated_on(tmp_path: Path) -> None:
-    records, other = tiny.text(), tiny.text()[:8]
+    records, other = training.text(), training.text()[:8]
     for evaluation in (records, {"dev": other, "train": records}):
         with pytest.raises(ValueError, match="`eval_dataset` must not be the training set"):
-            tiny.trainer(tmp_path, None, records, eval_dataset=evaluation)
-    made = tiny.trainer(tmp_path, None, records, eval_dataset=other)
+            training.trainer(tmp_path, None, records, eval_dataset=evaluation)
+    made = training.trainer(tmp_path, None, records, eval_dataset=other)
     with pytest.raises(ValueError, match="`eval_dataset` must not be the training set"):
         made.evaluate(records)
     loaded = datasets.Dataset.from_list(records)
     with pytest.raises(ValueError, match="`eval_dataset` must not be the training set"):
-        tiny.trainer(tmp_path, None, loaded, eval_dataset=copy.copy(loaded))
+        training.trainer(tmp_path, None, loaded, eval_dataset=copy.copy(loaded))
     assert "eval_loss" in made.evaluate()
     made.eval_dataset = records
     with pytest.raises(ValueError, match="`eval_dataset` must not be the training set"):
         made.evaluate()
-    open_ = tiny.trainer(tmp_path, None, records, eval_dataset=records, dp={"log_nonprivate": True})
+    open_ = training.trainer(tmp_path, None, records, eval_dataset=records, dp={"log_nonprivate": True})
     assert "eval_loss" in open_.evaluate()
 
 
@@ -274,7 +274,7 @@ def test_refusals_come_before_the_hub_repo(tmp_path: Path, monkeypatch: pytest.M
         ({"dp": {"expected_batch_size": 41}}, "`expected_batch_size` must be at most the number of records"),
     ):
         with pytest.raises(ValueError, match=named):
-            tiny.trainer(tmp_path, push_to_hub=True, **settings)
+            training.trainer(tmp_path, push_to_hub=True, **settings)
 
 
 def test_a_subclass_with_its_own_loss_is_refused(tmp_path: Path) -> None:
@@ -283,22 +283,25 @@ def test_a_subclass_with_its_own_loss_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="`compute_loss` cannot be combined.*per_sample_loss"):
         Mine(
-            tiny.bert(), tiny.arguments(tmp_path), dp_config=DPConfig(noise_multiplier=1.0), train_dataset=tiny.text()
+            zoo.small("bert"),
+            training.arguments(tmp_path),
+            dp_config=DPConfig(noise_multiplier=1.0),
+            train_dataset=training.text(),
         )
 
 
 def test_a_missing_config_and_a_search_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`dp_config` must be a DPConfig, got None"):
-        DPTrainer(tiny.bert(), tiny.arguments(tmp_path))
+        DPTrainer(zoo.small("bert"), training.arguments(tmp_path))
     with pytest.raises(NotImplementedError, match="`hyperparameter_search`"):
-        tiny.trainer(tmp_path).hyperparameter_search()
+        training.trainer(tmp_path).hyperparameter_search()
 
 
 def test_a_delta_that_promises_nothing_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # The logger's own level, for the command line, run in this process by other tests, raises the root's.
     with caplog.at_level("WARNING", logger="hf_private.trainer.guards"):
-        tiny.trainer(tmp_path, dp={"target_delta": 1 / tiny.RECORDS})
+        training.trainer(tmp_path, dp={"target_delta": 1 / training.RECORDS})
         assert "`target_delta` = 0.025 is not below 1 / 40" in caplog.text
         caplog.clear()
-        tiny.trainer(tmp_path)
+        training.trainer(tmp_path)
         assert "target_delta" not in caplog.text

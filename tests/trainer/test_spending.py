@@ -15,50 +15,50 @@ from transformers import TrainerCallback
 from hf_private.accounting.budget import BudgetExceeded
 from hf_private.accounting.events import Event
 from hf_private.trainer.trainer import DPTrainer
-from tests.support import tiny
+from tests.support import training
 
 # ---- spending
 
 
 def test_the_budget_is_met_and_then_closed(tmp_path: Path) -> None:
-    made = tiny.trainer(tmp_path, dp={"noise_multiplier": None, "target_epsilon": 4.0})
+    made = training.trainer(tmp_path, dp={"noise_multiplier": None, "target_epsilon": 4.0})
     made.train()
     assert 3.9 < made.privacy_spent().epsilon <= 4.0
     with pytest.raises(BudgetExceeded):
         made.train()
     assert 3.9 < made.spending.epsilon() <= 4.0
-    assert tiny.steps(tmp_path) == 4
+    assert training.steps(tmp_path) == 4
 
 
 def test_spending_goes_on_over_runs_trainers_and_settings(tmp_path: Path) -> None:
-    first = tiny.trainer(tmp_path)
+    first = training.trainer(tmp_path)
     first.train()
     one = first.spending.epsilon()
     first.train()
     two = first.spending.epsilon()
-    other = tiny.trainer(tmp_path, dp={"noise_multiplier": 2.0, "expected_batch_size": 4})
+    other = training.trainer(tmp_path, dp={"noise_multiplier": 2.0, "expected_batch_size": 4})
     assert other.spending.epsilon() == two
     other.train()
     assert 0 < one < two < other.spending.epsilon()
-    assert set(tiny.ledger(tmp_path).events) == {Event(0.2, (1.0,), 8), Event(0.1, (2.0,), 4)}
+    assert set(training.ledger(tmp_path).events) == {Event(0.2, (1.0,), 8), Event(0.1, (2.0,), 4)}
 
 
 def test_a_budget_counts_what_another_run_has_spent(tmp_path: Path) -> None:
-    tiny.trainer(tmp_path).train()
-    made = tiny.trainer(tmp_path, dp={"noise_multiplier": None, "target_epsilon": 8.0})
+    training.trainer(tmp_path).train()
+    made = training.trainer(tmp_path, dp={"noise_multiplier": None, "target_epsilon": 8.0})
     made.train()
     assert 7.5 < made.spending.epsilon() <= 8.0
 
 
 @pytest.mark.usefixtures("quick_cards")
 def test_the_spending_of_a_base_model_is_continued(tmp_path: Path) -> None:
-    base = tiny.trainer(tmp_path / "base")
+    base = training.trainer(tmp_path / "base")
     base.train()
     base.save_model()
     spent = base.spending.epsilon()
 
     def fine_tune(folder: str, **dp: Any) -> DPTrainer:
-        made = tiny.trainer(tmp_path / folder, type(base.model).from_pretrained(tmp_path / "base"), dp=dp)
+        made = training.trainer(tmp_path / folder, type(base.model).from_pretrained(tmp_path / "base"), dp=dp)
         made.train()
         return made
 
@@ -67,7 +67,7 @@ def test_the_spending_of_a_base_model_is_continued(tmp_path: Path) -> None:
     assert sum(event.steps for event in continued.spending.events) == 8
     assert disjoint.spending.epsilon() == pytest.approx(spent)
     assert disjoint.privacy_record()["runs"][0]["disjoint_data"] is True
-    assert tiny.steps(tmp_path / "base") == 8, "the folder's own past is counted once"
+    assert training.steps(tmp_path / "base") == 8, "the folder's own past is counted once"
     assert same.spending.epsilon() == continued.spending.epsilon()
     continued.train()
     assert sum(event.steps for event in continued.spending.events) == 12, "the base is added once"
@@ -75,7 +75,7 @@ def test_the_spending_of_a_base_model_is_continued(tmp_path: Path) -> None:
 
 def test_people_with_several_records_cost_more(tmp_path: Path) -> None:
     settings = {"max_steps": 1, "logging_strategy": "no"}
-    one, two = (tiny.trainer(tmp_path / str(k), dp={"records_per_unit": k}, **settings) for k in (1, 2))
+    one, two = (training.trainer(tmp_path / str(k), dp={"records_per_unit": k}, **settings) for k in (1, 2))
     one.train(), two.train()
     assert two.spending.epsilon() > 1.2 * one.spending.epsilon()
 
@@ -83,22 +83,22 @@ def test_people_with_several_records_cost_more(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("quick_cards")
 def test_the_recorded_batch_size_holds_on_resume(tmp_path: Path) -> None:
     save = {"save_strategy": "steps", "save_steps": 2}
-    tiny.trainer(tmp_path, callbacks=[tiny.Stop(2)], **save).train()
-    again = tiny.trainer(tmp_path, per_device_train_batch_size=3, **save)
+    training.trainer(tmp_path, callbacks=[training.Stop(2)], **save).train()
+    again = training.trainer(tmp_path, per_device_train_batch_size=3, **save)
     again.train(resume_from_checkpoint=True)
-    assert set(tiny.ledger(tmp_path).events) == {Event(0.2, (1.0,), 4)}
+    assert set(training.ledger(tmp_path).events) == {Event(0.2, (1.0,), 4)}
     with pytest.raises(ValueError, match="`expected_batch_size` must stay 8.*got 5"):
-        tiny.trainer(tmp_path, dp={"expected_batch_size": 5}).train(resume_from_checkpoint=True)
+        training.trainer(tmp_path, dp={"expected_batch_size": 5}).train(resume_from_checkpoint=True)
 
 
 @pytest.mark.usefixtures("quick_cards")
 def test_noise_is_raised_for_the_rest_if_steps_were_lost(tmp_path: Path) -> None:
     """Three steps ran, one is in the checkpoint: the two lost ones are charged, so the rest needs more noise."""
     settings = {"dp": {"noise_multiplier": None, "target_epsilon": 4.0}, "save_strategy": "steps"}
-    tiny.trainer(tmp_path, callbacks=[tiny.Stop(3)], save_steps=1, save_total_limit=None, **settings).train()
-    again = tiny.trainer(tmp_path, save_steps=10, **settings)
+    training.trainer(tmp_path, callbacks=[training.Stop(3)], save_steps=1, save_total_limit=None, **settings).train()
+    again = training.trainer(tmp_path, save_steps=10, **settings)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    phases = {event.noise_multiplier: event.steps for event in tiny.ledger(tmp_path).events}
+    phases = {event.noise_multiplier: event.steps for event in training.ledger(tmp_path).events}
     assert sorted(phases.values()) == [3, 3] and len(phases) == 2
     assert again.spending.epsilon() <= 4.0
 
@@ -106,19 +106,19 @@ def test_noise_is_raised_for_the_rest_if_steps_were_lost(tmp_path: Path) -> None
 @pytest.mark.usefixtures("quick_cards")
 def test_a_complete_run_can_be_resumed_and_spends_nothing(tmp_path: Path) -> None:
     save = {"save_strategy": "steps", "save_steps": 4}
-    tiny.trainer(tmp_path, **save).train()
-    again = tiny.trainer(tmp_path, **save)
+    training.trainer(tmp_path, **save).train()
+    again = training.trainer(tmp_path, **save)
     before = None
 
     class Remember(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
             nonlocal before
-            before = tiny.weights(model)
+            before = training.weights(model)
 
     again.add_callback(Remember())
     assert again.train(resume_from_checkpoint=True).global_step == 4
-    assert torch.equal(tiny.weights(again.model), before)
-    assert tiny.steps(tmp_path) == 4
+    assert torch.equal(training.weights(again.model), before)
+    assert training.steps(tmp_path) == 4
 
 
 # ---- hygiene
@@ -127,9 +127,9 @@ def test_a_complete_run_can_be_resumed_and_spends_nothing(tmp_path: Path) -> Non
 def test_no_training_loss_is_written_unless_asked_for(tmp_path: Path) -> None:
     """The same run twice: with the losses in the open, to know them, and as usual, to search its files for them."""
     settings = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
-    settings |= {"eval_dataset": tiny.text()[:8], "include_num_input_tokens_seen": "all"}
+    settings |= {"eval_dataset": training.text()[:8], "include_num_input_tokens_seen": "all"}
     for name, open_ in (("open", True), ("usual", False)):
-        made = tiny.trainer(tmp_path / name, key=tiny.KEY, dp={"log_nonprivate": open_}, **settings)
+        made = training.trainer(tmp_path / name, key=training.KEY, dp={"log_nonprivate": open_}, **settings)
         output = made.train()
         made.save_model()
         made.create_model_card()
@@ -148,7 +148,9 @@ def test_no_training_loss_is_written_unless_asked_for(tmp_path: Path) -> None:
     needles = [str(loss)[:8].encode() for loss in losses]
     needles += [struct.pack(kind, loss) for loss in losses for kind in ("<d", "<f")]
     found = {
-        name: [path.name for path in tiny.files(tmp_path / name) for needle in needles if needle in path.read_bytes()]
+        name: [
+            path.name for path in training.files(tmp_path / name) for needle in needles if needle in path.read_bytes()
+        ]
         for name in ("open", "usual")
     }
     assert "trainer_state.json" in found["open"], "the search finds what is there"
@@ -158,10 +160,10 @@ def test_no_training_loss_is_written_unless_asked_for(tmp_path: Path) -> None:
 def test_no_key_and_no_generator_state_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn, urandom = [], os.urandom
     monkeypatch.setattr(os, "urandom", lambda size: drawn.append(urandom(size)) or drawn[-1])
-    made = tiny.trainer(tmp_path, save_strategy="steps", save_steps=2)
+    made = training.trainer(tmp_path, save_strategy="steps", save_steps=2)
     made.train()
     made.save_model()
-    written = tiny.files(tmp_path)
+    written = training.files(tmp_path)
     assert not [path for path in written if path.name.startswith("rng_state")]
     secrets = [secret for secret in drawn if len(secret) == 32]
     assert len(secrets) >= 2
@@ -172,9 +174,9 @@ def test_no_key_and_no_generator_state_is_saved(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_users_arguments_stay_and_the_token_is_not_saved(tmp_path: Path) -> None:
-    args = tiny.arguments(tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=4)
+    args = training.arguments(tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=4)
     args.hub_token = "hf_secret"
-    made = tiny.trainer(tmp_path, args=args)
+    made = training.trainer(tmp_path, args=args)
     made.train()
     made.save_model()
     assert (args.gradient_accumulation_steps, args.hub_token) == (2, "hf_secret")
@@ -187,7 +189,7 @@ def test_the_users_arguments_stay_and_the_token_is_not_saved(tmp_path: Path) -> 
 
 
 def test_epsilon_is_in_the_logs_and_grows(tmp_path: Path) -> None:
-    made = tiny.trainer(tmp_path, eval_dataset=tiny.text()[:8], eval_strategy="steps", eval_steps=2)
+    made = training.trainer(tmp_path, eval_dataset=training.text()[:8], eval_strategy="steps", eval_steps=2)
     made.train()
     logged = [entry["epsilon"] for entry in made.state.log_history if "learning_rate" in entry]
     assert len(logged) == 4 and logged == sorted(set(logged))

@@ -17,8 +17,7 @@ from hf_private.methods.carriers.config import CarrierConfig
 from hf_private.methods.carriers.lowrank import Submatrix
 from hf_private.methods.carriers.method import Carriers, Target
 from hf_private.methods.registry import resolve_method
-from tests.support import families as cases
-from tests.support import oracle
+from tests.support import oracle, zoo
 
 EXACT = 1e-8
 FAMILIES = ["bert", "gpt2", "llama", "t5", "vit", "resnet-gn"]
@@ -41,7 +40,7 @@ RANKED = {"bert": "query", "gpt2": "c_attn", "llama": "o_proj", "t5": "wi", "vit
 
 def prepare(name, **settings):
     """A model in float64 with carriers of its own weights, moved a little away from W_0."""
-    model, loss = cases.build(name)
+    model, loss = zoo.build(name)
     model.eval()
     if "rank_pattern" in settings:
         leaf = next(path for path, m in model.named_modules() if RANKED[name] in path and hasattr(m, "weight"))
@@ -83,7 +82,7 @@ def released(method, gradients):
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_norms_and_clipped_sums_equal_the_oracles(name, settings):
     model, loss, method = prepare(name, **settings)
-    batch = cases.make_batch(model, batch_size=3)
+    batch = zoo.make_batch(model, batch_size=3)
     wanted = released(method, oracle.per_sample_gradients(model, loss, batch))
     assert set(wanted[0]) == set(method.blocks)
     assert all(part.shape == method.blocks[block] for block, part in wanted[0].items())
@@ -106,7 +105,7 @@ def test_norms_and_clipped_sums_equal_the_oracles(name, settings):
 def test_the_gradient_is_the_projection_of_the_true_one(name, sides):
     """Corollary 2.1.1, with noise 0 and clip inf: the part of the gradient in the carriers' row or column space."""
     model, loss, method = prepare(name, r=3, sides=sides)
-    batch = cases.make_batch(model, batch_size=3)
+    batch = zoo.make_batch(model, batch_size=3)
     true = oracle.weighted_sum(oracle.per_sample_gradients(model, loss, batch), torch.ones(3))
     step(model, loss, method, [batch], first_step=1)
     for parameter_name, p in trainable(model).items():
@@ -131,7 +130,7 @@ def test_full_rank_gives_the_gradient_itself(name):
     model, loss, _ = prepare(name, r=2)
     targets = {n: Target(min(p.shape[0], p.shape[1:].numel())) for n, p in trainable(model).items() if p.dim() > 1}
     method = Carriers(targets)
-    batch = cases.make_batch(model, batch_size=2)
+    batch = zoo.make_batch(model, batch_size=2)
     true = oracle.weighted_sum(oracle.per_sample_gradients(model, loss, batch), torch.ones(2))
     step(model, loss, method, [batch])
     for parameter_name, p in trainable(model).items():
@@ -158,7 +157,7 @@ def step(model, loss, method, batches, noise_multiplier=0.0, clip_norm=math.inf,
 def test_noise_has_the_carriers_dimension(name, sparsity, batches):
     """Sum of r (p + d), and (1 - p) of it with sparsity, counted where noise is drawn; empty draws too."""
     model, loss, method = prepare(name, r=2, sparsity=sparsity)
-    noise = step(model, loss, method, [cases.make_batch(model, batch_size=2)] * batches, 1.0, 1.0)
+    noise = step(model, loss, method, [zoo.make_batch(model, batch_size=2)] * batches, 1.0, 1.0)
     carriers = full = 0
     for parameter_name, p in trainable(model).items():
         if parameter_name in method.targets:
@@ -310,7 +309,7 @@ def test_the_start_is_written_once_and_read_on_resume(tmp_path):
 def test_a_layers_inputs_are_dropped_inside_the_backward_pass():
     model, loss, method = prepare("bert", r=2, sparsity=0.3)
     with BookKeeper(model, method) as book:
-        book.backward(loss(model, cases.make_batch(model, batch_size=3)))
+        book.backward(loss(model, zoo.make_batch(model, batch_size=3)))
         assert all(isinstance(book.entries()[block], Dense) for block in method.blocks if ":" in block)
         for block, value in book.entries().items():
             if ":" in block:
@@ -324,7 +323,7 @@ def test_micro_batches_of_any_size_give_the_same_step():
     for size in (1, 2, 4):
         torch.manual_seed(0)
         model, loss, method = prepare("gpt2", r=2, sparsity=0.3)
-        batch = cases.make_batch(model, batch_size=4)
+        batch = zoo.make_batch(model, batch_size=4)
         micro = [{k: v[i : i + size] for k, v in batch.items()} for i in range(0, 4, size)]
         step(model, loss, method, micro, clip_norm=0.5)
         grads.append(torch.cat([p.grad.flatten() for p in trainable(model).values()]))
@@ -366,7 +365,7 @@ def test_the_widest_inputs_are_not_kept_until_the_backward_pass():
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
 def test_gradient_checkpointing_changes_nothing(name, reentrant):
     model, loss, method = prepare(name, r=3)
-    batch = cases.make_batch(model, batch_size=3)
+    batch = zoo.make_batch(model, batch_size=3)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

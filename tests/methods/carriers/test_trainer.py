@@ -2,33 +2,22 @@
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, TrainingArguments
+from transformers import AutoModelForSequenceClassification
 
-from hf_private.config import DPConfig
 from hf_private.methods.carriers.config import CarrierConfig
-from hf_private.trainer.trainer import DPTrainer
-from tests.support import families as cases
-from tests.support import tiny
+from tests.support import training, zoo
+
+MODEL = {"hidden_size": 16, "num_hidden_layers": 2, "num_labels": 3, "problem_type": "single_label_classification"}
 
 
 def trainer(folder, model=None, steps=2, noise_multiplier=1.0, clip_norm=1.0, save_steps=1, **carriers):
-    torch.manual_seed(0)
-    model = model or cases.FAMILIES["bert"]()
-    model.config.problem_type = "single_label_classification"
-    args = TrainingArguments(
-        str(folder), max_steps=steps, learning_rate=1e-2, save_steps=save_steps, report_to=[], disable_tqdm=True,
-        logging_strategy="no", use_cpu=True, optim="sgd", lr_scheduler_type="constant", save_total_limit=None,
-    )  # fmt: skip
+    model = model or zoo.small("bert", **MODEL, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
     records = [{"input_ids": [i % 30 + 3, 4, 5 + i % 3], "labels": i % 3} for i in range(40)]
-    config = DPConfig(
-        noise_multiplier=noise_multiplier,
-        clip_norm=clip_norm,
-        expected_batch_size=10,
-        carriers=CarrierConfig(**carriers),
-    )
-    made = DPTrainer(model, args, dp_config=config, train_dataset=records, data_collator=tiny.Padding())
-    made._test_key = bytes(32)
-    return made
+    dp = {"noise_multiplier": noise_multiplier, "clip_norm": clip_norm, "expected_batch_size": 10}
+    return training.trainer(
+        folder, model, records, dp=dp | {"carriers": CarrierConfig(**carriers)}, key=bytes(32), max_steps=steps,
+        save_strategy="steps", save_steps=save_steps, optim="sgd", lr_scheduler_type="constant",
+    )  # fmt: skip
 
 
 def test_targets_and_head_move_and_the_rest_stays(tmp_path):
@@ -68,12 +57,7 @@ def test_a_resumed_run_takes_the_same_steps(tmp_path):
     settings = {"r": 2, "source": "history", "warmup_steps": 2, "sparsity": 0.3, "sparsity_start": 3}
 
     def model():
-        torch.manual_seed(0)
-        made = cases.FAMILIES["bert"]()
-        for module in made.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-        return made
+        return zoo.small("bert", **MODEL)
 
     through = trainer(tmp_path / "through", model(), steps=5, save_steps=3, **settings)
     through.train()

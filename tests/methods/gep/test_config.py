@@ -8,7 +8,7 @@ from hf_private.config import DPConfig
 from hf_private.gradients.bookkeeper import trainable
 from hf_private.methods.gep.config import AnchorConfig, anchors_of, group, share_out
 from hf_private.methods.gep.method import Anchors, Group
-from tests.support import families as cases
+from tests.support import zoo
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,12 @@ def test_groups_and_shares():
 
 
 def test_what_is_trained():
-    model, _ = cases.build("bert")
+    model, _ = zoo.build("bert")
     config = AnchorConfig(k=20, target_modules=["query"], num_anchors=20)
     method = config.build(model)
     wanted = {n for n in dict(model.named_parameters()) if "query.weight" in n or n.startswith("classifier.")}
     assert set(trainable(model)) == wanted == set(method.group_of)
-    model, _ = cases.build("bert")
+    model, _ = zoo.build("bert")
     assert set(anchors_of(AnchorConfig(k=100), model).group_of) == set(trainable(model))
     with pytest.raises(ValueError, match="`num_anchors`.*11"):
         anchors_of(AnchorConfig(k=11, num_anchors=5, groups=[".*"]), model)

@@ -9,23 +9,21 @@ from hf_private.gradients.bookkeeper import BookKeeper, trainable
 from hf_private.mechanism.clipping import Clipping
 from hf_private.methods.gep.method import Anchors, Group, defect
 from hf_private.methods.gep.public_data import AnchorBooks
-from tests.support import oracle
+from tests.support import oracle, zoo
 from tests.support.gep_cases import (
     ANCHORS,
     CASES,
-    EXACT,
-    MLP,
     RECORDS,
     basis_of,
     clip,
-    cross_entropy,
     formed,
-    numbers,
     prepare,
     public,
     released,
     run,
 )
+from tests.support.oracle import EXACT
+from tests.support.zoo import MLP, cross_entropy
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -60,7 +58,7 @@ def test_embeddings_residuals_and_sums_equal_the_oracles(case, residual):
 @pytest.mark.parametrize("case", CASES)
 def test_the_subspace_is_that_of_the_power_method_on_formed_gradients(case):
     model, loss, _, method = prepare(case)
-    batch = CASES[case][0]()[2](model, ANCHORS, seed=7)
+    batch = zoo.make_batch(model, ANCHORS, seed=7)
     anchor_gradients, iterations = oracle.per_sample_gradients(model, loss, batch), method.power_iterations
     for members, _ in method.groups.values():
         g = formed([{name: one[name] for name in members} for one in anchor_gradients])
@@ -81,7 +79,7 @@ def test_micro_batches_change_nothing(micro_batch):
     whole, split = (run(model, loss, method, b, clip_norm=0.3) for b in ([batch], parts))
     assert (whole - split).norm() <= EXACT * whole.norm()
     before = {name: part.clone() for name, part in method.basis.items()}
-    method.books = AnchorBooks(model, loss, public(model, numbers, rows=micro_batch))
+    method.books = AnchorBooks(model, loss, public(model, rows=micro_batch))
     method.begin_step(0)
     assert all((method.basis[name] - part).norm() < 1e-7 for name, part in before.items())
 
@@ -91,7 +89,7 @@ def low_rank_batch(rank, records, seed, width=8):
     directions = torch.randn(rank, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(records, rank, generator=generator, dtype=torch.float64) @ directions
-    return {"x": x, "y": torch.randint(2, (records,), generator=generator)}
+    return {"x": x, "labels": torch.randint(2, (records,), generator=generator)}
 
 
 @pytest.mark.parametrize(("rank", "k"), [(3, 3), (3, 5), (3, 2)])

@@ -10,19 +10,19 @@ from datasets import Dataset
 
 from hf_private.methods.gep.config import AnchorConfig
 from hf_private.methods.gep.public_data import AnchorData, check_apart, checked_anchors, fingerprint
-from tests.support import tiny
+from tests.support import training, zoo
 
 KEY = b"k" * 32
 
 
 def public_text(records=30, labels=False):
-    """Unlabelled records whose tokens differ from those of `tiny.text`."""
+    """Unlabelled records whose tokens differ from those of `training.text`."""
     generator = torch.Generator().manual_seed(5)
     rows = [{"input_ids": torch.randint(5, 60, (11,), generator=generator).tolist()} for _ in range(records)]
     return [row | {"labels": 0} for row in rows] if labels else rows
 
 
-class Unlabelled(tiny.Padding):
+class Unlabelled(training.Padding):
     def __call__(self, records):
         unlabelled = "labels" not in records[0]
         batch = super().__call__([row | {"labels": 0} for row in records] if unlabelled else records)
@@ -35,14 +35,14 @@ def gep_trainer(folder, anchors=None, dp=None, **settings):
     config = {
         "anchors": AnchorConfig(**{"k": 8, "num_anchors": 20, "target_modules": ["classifier"], **(anchors or {})})
     }
-    return tiny.trainer(
+    return training.trainer(
         folder, dp=config | (dp or {}), data_collator=Unlabelled(), **{"anchor_dataset": public_text(), **settings}
     )
 
 
 @pytest.mark.parametrize("residual", [True, False])
 def test_a_trainer_with_anchors(tmp_path, residual):
-    trainer = gep_trainer(tmp_path, {"residual": residual}, records=tiny.text(), key=None)
+    trainer = gep_trainer(tmp_path, {"residual": residual}, records=training.text(), key=None)
     before = {name: p.clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
     moved = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
@@ -62,18 +62,18 @@ def test_the_non_private_twin_is_ordinary_training(tmp_path):
     """Without clip and noise, GEP's update is that of the same trainer without anchors."""
     twin = {"noise_multiplier": 0.0, "clip_norm": math.inf}
     with_anchors = gep_trainer(tmp_path / "a", {"target_modules": None, "k": 60}, twin, key=KEY)
-    without = tiny.trainer(tmp_path / "b", dp=twin, key=KEY)
+    without = training.trainer(tmp_path / "b", dp=twin, key=KEY)
     for trainer in (with_anchors, without):
         trainer.args.optim = "sgd"
         trainer.train()
-    difference = tiny.weights(with_anchors.model) - tiny.weights(without.model)
-    assert difference.norm() < 1e-4 * (tiny.weights(without.model) - tiny.weights(tiny.bert())).norm()
+    difference = training.weights(with_anchors.model) - training.weights(without.model)
+    assert difference.norm() < 1e-4 * (training.weights(without.model) - training.weights(zoo.small("bert"))).norm()
 
 
 def test_language_models_take_the_texts_own_labels(tmp_path):
-    model = tiny.gpt2()
+    model = zoo.small("gpt2")
     trainer = gep_trainer(
-        tmp_path, {"target_modules": ["c_fc"], "k": 4}, model=model, records=tiny.text("itself"), key=KEY
+        tmp_path, {"target_modules": ["c_fc"], "k": 4}, model=model, records=training.text("itself"), key=KEY
     )
     trainer.train()
     data = AnchorData(public_text(), Unlabelled(), model, num_anchors=5, max_rows=2)
@@ -82,7 +82,9 @@ def test_language_models_take_the_texts_own_labels(tmp_path):
 
 
 def test_labels_are_drawn_anew_at_every_step_and_are_not_the_datasets():
-    data = AnchorData(public_text(200, labels=True), Unlabelled(), tiny.bert(), num_anchors=100, max_rows=30, seed=3)
+    data = AnchorData(
+        public_text(200, labels=True), Unlabelled(), zoo.small("bert"), num_anchors=100, max_rows=30, seed=3
+    )
     first, again, later = (list(data(step)) for step in (0, 0, 1))
     assert [len(batch["labels"]) for batch in first] == [30, 30, 30, 10]
     labels = torch.cat([batch["labels"] for batch in first])
@@ -93,7 +95,7 @@ def test_labels_are_drawn_anew_at_every_step_and_are_not_the_datasets():
 
 
 def test_shared_records_are_refused(tmp_path):
-    train = tiny.text()
+    train = training.text()
     with pytest.raises(ValueError, match="`anchor_dataset`.* 40 "):
         gep_trainer(tmp_path, records=train, anchor_dataset=train)
     other_label = public_text()[:5] + [{"input_ids": train[3]["input_ids"], "labels": 1 - train[3]["labels"]}]
@@ -112,7 +114,7 @@ def test_both_the_config_and_the_data_are_needed(tmp_path):
     with pytest.raises(ValueError, match="`anchor_dataset`.*`anchors`"):
         gep_trainer(tmp_path, anchor_dataset=None)
     with pytest.raises(ValueError, match="`anchors`.*`anchor_dataset`"):
-        tiny.trainer(tmp_path, anchor_dataset=public_text())
+        training.trainer(tmp_path, anchor_dataset=public_text())
     with pytest.raises(ValueError, match="`anchor_dataset`.*got "):
         gep_trainer(tmp_path, anchor_dataset=[])
 

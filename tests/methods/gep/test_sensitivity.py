@@ -16,7 +16,8 @@ from hf_private.methods.gep.method import Anchors, Group, defect
 from hf_private.methods.gep.public_data import AnchorBooks
 from hf_private.methods.registry import resolve_method
 from hf_private.methods.subspace import orthonormal
-from tests.support.gep_cases import MLP, basis_of, cross_entropy, numbers, public, released, run
+from tests.support.gep_cases import basis_of, public, released, run
+from tests.support.zoo import MLP, cross_entropy
 
 
 def adversarial(ratio, k=6, p=400, records=8, seed=0):
@@ -123,7 +124,7 @@ def test_noise_has_the_scale_of_each_part(residual):
     """Of an empty batch only noise is left: sqrt(2) sigma S1 and sqrt(2) sigma S2 for GEP, sigma S1 for B-GEP."""
     model = MLP((60, 50, 40)).double()
     method = AnchorConfig(k=40, num_anchors=40, groups=[".*"], residual=residual).build(model)
-    method.books = AnchorBooks(model, cross_entropy, public(model, numbers, count=40))
+    method.books = AnchorBooks(model, cross_entropy, public(model, count=40))
     sigma, s1, drawn = 1.5, 2.0, []
     for step in range(20):
         noised = run(model, cross_entropy, method, [], sigma, s1, step)

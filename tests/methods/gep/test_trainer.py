@@ -20,14 +20,16 @@ from hf_private.methods.gep.config import AnchorConfig
 from hf_private.methods.gep.method import Anchors, Group, combine, defect, embed
 from hf_private.methods.gep.public_data import AnchorBooks
 from hf_private.tasks.losses import PerSampleLoss
-from tests.support.gep_cases import ANCHORS, MLP, basis_of, cross_entropy, family, mlp, numbers, prepare, public
+from tests.support import zoo
+from tests.support.gep_cases import ANCHORS, basis_of, prepare, public
+from tests.support.zoo import MLP, cross_entropy
 
 
 def test_the_anchor_pass_leaves_no_trace():
     """Gradients, mode and the secret state of the generators are what they were; dropout is public inside."""
     model = nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.5), nn.Linear(6, 3)).train()
     method = AnchorConfig(k=6, num_anchors=ANCHORS).build(model)
-    method.books = AnchorBooks(model, cross_entropy, public(model, numbers))
+    method.books = AnchorBooks(model, cross_entropy, public(model))
     method.attach(trainable(model))
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -57,9 +59,9 @@ def test_refresh_and_seed():
 
 
 def test_a_broken_public_record_is_left_out():
-    model, loss, _ = mlp()
+    model, loss = zoo.build("mlp")
     method = AnchorConfig(k=12, num_anchors=ANCHORS).build(model)
-    batch = numbers(model, ANCHORS, seed=7)
+    batch = zoo.make_batch(model, ANCHORS, seed=7)
     rest = {name: value[1:] for name, value in batch.items()}
     batch["x"][0, 0] = math.nan
     bases = []
@@ -73,11 +75,11 @@ def test_a_broken_public_record_is_left_out():
 
 def test_gradients_that_are_zero_leave_an_orthonormal_basis():
     """LoRA starts with B = 0, where A has no gradient."""
-    model, _, batch = family("gpt2")
+    model, _ = zoo.build("gpt2")
     model = get_peft_model(model, LoraConfig(r=2, target_modules=["c_attn"])).double().eval()
     loss = PerSampleLoss(model)
     method = AnchorConfig(k=8, num_anchors=ANCHORS).build(model)
-    method.books = AnchorBooks(model, loss, public(model, batch))
+    method.books = AnchorBooks(model, loss, public(model))
     method.attach(trainable(model))
     method.begin_step(0)
     assert all(defect([method.basis[name] for name in group.names]) < 1e-12 for group in method.groups.values())
@@ -159,10 +161,10 @@ def test_memory_is_that_of_the_basis_whatever_m_and_the_batch():
     measured = {}
     for count in (64, 512):
         method = AnchorConfig(k=k, num_anchors=count, groups=[".*"]).build(model)
-        method.books = AnchorBooks(model, cross_entropy, public(model, numbers, count, rows=8))
+        method.books = AnchorBooks(model, cross_entropy, public(model, count, rows=8))
         method.attach(trainable(model))
         measured["anchors", count] = peak(lambda method=method: method.begin_step(0))
-        parts = public(model, numbers, count, rows=8)(0)
+        parts = public(model, count, rows=8)(0)
         measured["private", count] = peak(lambda m=method, p=parts: private_pass(model, m, p))
     basis = 4 * k * parameters
     assert abs(measured["anchors", 512] - measured["anchors", 64]) < 0.05 * basis

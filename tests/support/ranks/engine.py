@@ -11,7 +11,6 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from hf_private.distributed.ranks import Ranks
 from hf_private.gradients.bookkeeper import BookKeeper, trainable
@@ -26,10 +25,10 @@ from hf_private.methods.carriers.method import Carriers, Target
 from hf_private.methods.gep.method import Anchors, Group
 from hf_private.tasks.losses import PerSampleLoss
 from hf_private.tasks.synthetic import synthetic_batch
-from tests.support import tiny
+from tests.support import training, zoo
 
 KEY = bytes(range(32))
-RECORDS = tiny.text()
+RECORDS = training.text()
 DRAWS = ([3, 8, 9, 20, 21, 33, 39], [5], [], [0, 1, 2, 30, 31], [11, 12])  # some ranks empty, then all
 STEPS = len(DRAWS)
 SIGMA, CLIP, EXPECTED = 1.5, 0.25, 4
@@ -37,24 +36,12 @@ SIGMA, CLIP, EXPECTED = 1.5, 0.25, 4
 
 def llama() -> nn.Module:
     """Its norms are modules of their own, which are copied for each record."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=tiny.VOCABULARY,
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=4,
-        pad_token_id=0,
-        num_labels=2,
-    )
-    return LlamaForSequenceClassification(config)
+    return zoo.small("llama-cls", num_hidden_layers=2, head_dim=4)
 
 
 def lora() -> nn.Module:
     model = get_peft_model(
-        tiny.bert(num_hidden_layers=2),
+        zoo.small("bert", num_hidden_layers=2),
         LoraConfig(r=2, target_modules=["query", "value"], task_type="SEQ_CLS"),
     )
     torch.manual_seed(1)
@@ -81,21 +68,21 @@ def anchors(model: nn.Module) -> Method:
 
 
 METHODS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Method]]] = {
-    "bk": (lambda: tiny.bert(num_hidden_layers=2), lambda model: Full()),
+    "bk": (lambda: zoo.small("bert", num_hidden_layers=2), lambda model: Full()),
     "bk-llama": (llama, lambda model: Full()),
     "lora": (lora, lambda model: Full()),
-    "rgp": (lambda: tiny.bert(num_hidden_layers=2), lambda model: Carriers(weights_of(model))),
+    "rgp": (lambda: zoo.small("bert", num_hidden_layers=2), lambda model: Carriers(weights_of(model))),
     "history": (
-        lambda: tiny.bert(num_hidden_layers=2),
+        lambda: zoo.small("bert", num_hidden_layers=2),
         lambda model: Carriers(weights_of(model), source="history", warmup_steps=2, power_iterations=2),
     ),
-    "lsg": (lambda: tiny.bert(num_hidden_layers=2), lambda model: Carriers(weights_of(model), sparsity=0.4)),
-    "gep": (lambda: tiny.bert(num_hidden_layers=2), anchors),
+    "lsg": (lambda: zoo.small("bert", num_hidden_layers=2), lambda model: Carriers(weights_of(model), sparsity=0.4)),
+    "gep": (lambda: zoo.small("bert", num_hidden_layers=2), anchors),
 }
 
 
 def batch_of(indices: list[int]) -> dict[str, torch.Tensor]:
-    return tiny.Padding()([RECORDS[i] for i in indices])
+    return training.Padding()([RECORDS[i] for i in indices])
 
 
 def shard(model: nn.Module, mesh: dist.DeviceMesh | None = None) -> nn.Module:
@@ -153,7 +140,7 @@ def engine(
 
 def noise(sharded: bool, ranks: Ranks) -> torch.Tensor:
     """Gradients times the expected batch size after steps without records, under a key shared by the ranks: noise."""
-    model = tiny.bert()
+    model = zoo.small("bert")
     model = shard(model) if sharded else model
     private = mechanism(model, noise=NoiseSource("secure", ranks.key()), ranks=ranks)
     drawn = []
@@ -173,7 +160,7 @@ def failure(action: Callable[[], Any]) -> str | None:
 
 def checked() -> dict[str, Any]:
     """The self-check of a sharded model: what it says, what it leaves behind, and whether it sees what is wrong."""
-    model = shard(tiny.bert(num_hidden_layers=2)).train()
+    model = shard(zoo.small("bert", num_hidden_layers=2)).train()
     parameters = trainable(model)
     for p in parameters.values():
         p.grad = torch.ones_like(p)

@@ -17,9 +17,9 @@ from hf_private.distributed.ranks import Ranks
 from hf_private.gradients.method import Full
 from hf_private.spending.ledger import LedgerError
 from hf_private.tasks.losses import PerSampleLoss
-from tests.support import tiny
+from tests.support import training, zoo
 from tests.support.ranks.engine import RECORDS, anchors, batch_of, failure, mechanism, replicated, shard
-from tests.support.ranks.runs import charged, make
+from tests.support.ranks.runs import make
 
 
 def errors(ranks: Ranks) -> dict[str, str | None]:
@@ -33,31 +33,33 @@ def errors(ranks: Ranks) -> dict[str, str | None]:
     found["agree"] = failure(lambda: ranks.run_on_all(only_second))
     found["same"] = failure(lambda: ranks.assert_equal(answer=41 if second else 42))
 
-    model = tiny.bert()
+    model = zoo.small("bert")
     with torch.no_grad():
         model.classifier.bias[0] += 1e-7 if second else 0
     found["weights"] = failure(lambda: ranks.check_weights(dict(model.named_parameters())))
 
     bad = {"attention_mask": torch.ones(1, 3)}
-    found["micro-batch"] = failure(lambda: mechanism(tiny.bert(), ranks=ranks).step([bad] if second else []))
+    found["micro-batch"] = failure(lambda: mechanism(zoo.small("bert"), ranks=ranks).step([bad] if second else []))
 
     method = Full()
     method.begin_step = only_second
-    found["begin_step"] = failure(lambda: mechanism(tiny.bert(), method, ranks=ranks).step([]))
+    found["begin_step"] = failure(lambda: mechanism(zoo.small("bert"), method, ranks=ranks).step([]))
     found["key"] = other_key(ranks)
 
-    model = tiny.bert()
-    two = tiny.bert()
+    model = zoo.small("bert")
+    two = zoo.small("bert")
     mesh = dist.init_device_mesh("cpu", (ranks.world_size,))
     two.classifier.weight = nn.Parameter(distribute_tensor(two.classifier.weight.detach(), mesh, [Shard(0)]))
     found["tensor parallel"] = failure(lambda: mechanism(two, ranks=ranks))
-    found["gep sharded"] = failure(lambda: mechanism(shard(tiny.bert()), anchors(tiny.bert()), ranks=ranks))
-    found["no dummy"] = failure(lambda: mechanism(shard(tiny.bert()), dummy=None, ranks=ranks))
+    found["gep sharded"] = failure(
+        lambda: mechanism(shard(zoo.small("bert")), anchors(zoo.small("bert")), ranks=ranks)
+    )
+    found["no dummy"] = failure(lambda: mechanism(shard(zoo.small("bert")), dummy=None, ranks=ranks))
     found["wrapped"] = failure(lambda: Shards(nn.parallel.DistributedDataParallel(model), ranks))
     found["uncovered"] = uncovered(ranks)
     mesh = replicated(ranks)
-    found["half"] = failure(lambda: mechanism(shard(tiny.bert(), mesh["shard"]), ranks=ranks))
-    model = shard(tiny.bert(), mesh)
+    found["half"] = failure(lambda: mechanism(shard(zoo.small("bert"), mesh["shard"]), ranks=ranks))
+    model = shard(zoo.small("bert"), mesh)
     with torch.no_grad():
         model.classifier.bias.to_local()[0] += 1e-7 if second else 0
     found["replica"] = failure(lambda: ranks.check_weights(dict(model.named_parameters())))
@@ -80,7 +82,7 @@ class Uncovered(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Parameter(torch.randn(tiny.VOCABULARY, 2))
+        self.table = nn.Parameter(torch.randn(zoo.VOCABULARY, 2))
 
     def forward(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
         return self.table[input_ids].sum(1)
@@ -99,7 +101,7 @@ def uncovered(ranks: Ranks) -> str | None:
 
 def dies_in_shards(folder: Path, ranks: Ranks) -> None:
     """The last act: under FSDP2 a rank that fails ends, and so does what the others wait for."""
-    model = shard(tiny.bert())
+    model = shard(zoo.small("bert"))
     loss = PerSampleLoss(model)
 
     def only_first(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -174,14 +176,14 @@ def ledger_fails(folder: Path, ranks: Ranks) -> dict[str, Any]:
     charge, kept = made.spending.charge, []
 
     def full(event: Any) -> None:
-        kept.append(tiny.weights(made.model))
+        kept.append(training.weights(made.model))
         if len(kept) == 3 and ranks.rank == 0:
             raise LedgerError("the disk is full")
         charge(event)
 
     made.spending.charge = full
     error = failure(made.train)
-    moved = not torch.equal(tiny.weights(made.model), kept[-1])
+    moved = not torch.equal(training.weights(made.model), kept[-1])
     writes = made.spending.writes
     return {
         "error": error,
@@ -209,7 +211,12 @@ def budget(folder: Path) -> dict[str, Any]:
     again.spending.plan = short
     again.train()
     refused = failure(make(folder, key=None, dp={"noise_multiplier": None, "target_epsilon": 1.0}).train)
-    return {"epsilon": left, "stopped_at": again.state.global_step, "refused": refused, "steps": charged(folder)}
+    return {
+        "epsilon": left,
+        "stopped_at": again.state.global_step,
+        "refused": refused,
+        "steps": training.steps(folder),
+    }
 
 
 def kill(folder: Path, ranks: Ranks) -> None:

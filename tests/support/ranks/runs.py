@@ -5,15 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import BertForSequenceClassification, TrainerCallback, TrainingArguments
+from transformers import BertForSequenceClassification, TrainerCallback
 
-from hf_private.config import DPConfig
 from hf_private.distributed.ranks import Ranks
-from hf_private.gradients.tensors import unsharded
-from hf_private.spending.ledger import PrivacyLedger
 from hf_private.trainer.trainer import DPTrainer
-from tests.support import tiny
+from tests.support import training, zoo
 from tests.support.ranks.engine import KEY, RECORDS, lora
 
 CARRIERS = {"r": 2, "target_modules": "all-linear", "exclude_modules": ["pooler"]}
@@ -47,24 +43,8 @@ class After(TrainerCallback):
             self.action()
 
 
-def make(
-    folder: Path,
-    key: bytes | None = KEY,
-    dp: dict | None = None,
-    arguments: Callable[..., TrainingArguments] = tiny.arguments,
-    **settings: Any,
-) -> DPTrainer:
-    parts = {name: settings.pop(name) for name in ("anchor_dataset", "callbacks", "eval_dataset") if name in settings}
-    made = DPTrainer(
-        settings.pop("model", None) or tiny.bert(),
-        dp_config=DPConfig(**{"accountant": "rdp", **DP, **(dp or {})}),
-        train_dataset=settings.pop("records", RECORDS),
-        data_collator=tiny.Padding(),
-        args=arguments(folder, **SETTINGS | settings),
-        **parts,
-    )
-    made._test_key = key
-    return made
+def make(folder: Path, dp: dict | None = None, **settings: Any) -> DPTrainer:
+    return training.trainer(folder, dp={**DP, **(dp or {})}, **{"key": KEY, **SETTINGS, **settings})
 
 
 def settings_of(name: str) -> dict[str, Any]:
@@ -75,16 +55,11 @@ def settings_of(name: str) -> dict[str, Any]:
 def trained(folder: Path, resume: bool = False, **settings: Any) -> dict[str, Any]:
     made = make(folder, **settings)
     made.train(resume_from_checkpoint=resume or None)
-    return {"weights": weights(made.model), "steps": charged(folder), "global_step": made.state.global_step}
-
-
-def weights(model: nn.Module) -> torch.Tensor:
-    """All parameters in one vector; sharded ones are gathered."""
-    return torch.cat([unsharded(p.detach()).double().flatten() for p in model.parameters()])
-
-
-def charged(folder: Path) -> int:
-    return sum(event.steps for event in PrivacyLedger.read(folder / "_dp" / "ledger.jsonl").events)
+    return {
+        "weights": training.weights(made.model),
+        "steps": training.steps(folder),
+        "global_step": made.state.global_step,
+    }
 
 
 def stopped(folder: Path, **settings: Any) -> dict[str, Any]:
@@ -95,7 +70,7 @@ def stopped(folder: Path, **settings: Any) -> dict[str, Any]:
 
     made = make(folder, save_strategy="steps", save_steps=3, callbacks=[After(3, stop)], **settings)
     made.train()
-    return {"steps": charged(folder)}
+    return {"steps": training.steps(folder)}
 
 
 def trainers(folder: Path, ranks: Ranks) -> dict[str, Any]:
@@ -113,14 +88,14 @@ def trainers(folder: Path, ranks: Ranks) -> dict[str, Any]:
     if world == 3:
         found["resumed"] = trained(folder / "resume", resume=True)
         if (folder / "killed").is_dir():
-            found["before"] = {"steps": charged(folder / "killed")}
+            found["before"] = {"steps": training.steps(folder / "killed")}
             found["after kill"] = trained(folder / "killed", resume=True)
     return found
 
 
 def dropout(folder: Path) -> dict[str, Any]:
     """Masks come from each rank's own operating system; the weights stay the same."""
-    found = trained(folder, key=None, model=tiny.bert(hidden_dropout_prob=0.5), max_steps=3)
+    found = trained(folder, key=None, model=zoo.small("bert", hidden_dropout_prob=0.5), max_steps=3)
     return found | {"random": torch.rand(4)}
 
 
@@ -132,8 +107,8 @@ def best(folder: Path) -> dict[str, Any]:
     made.save_model(folder / "saved")
     made.accelerator.wait_for_everyone()
     return {
-        "weights": weights(made.model),
-        "saved": weights(BertForSequenceClassification.from_pretrained(folder / "saved")),
-        "best": weights(BertForSequenceClassification.from_pretrained(made.state.best_model_checkpoint)),
+        "weights": training.weights(made.model),
+        "saved": training.weights(BertForSequenceClassification.from_pretrained(folder / "saved")),
+        "best": training.weights(BertForSequenceClassification.from_pretrained(made.state.best_model_checkpoint)),
         "card": (folder / "saved" / "README.md").read_text(),
     }

@@ -18,9 +18,9 @@ from transformers.distributed import DistributedConfig
 from hf_private.distributed.ranks import Ranks
 from hf_private.gradients.bookkeeper import trainable
 from hf_private.trainer import trainer as trainer_module
-from tests.support import tiny
+from tests.support import training, zoo
 from tests.support.ranks.engine import failure
-from tests.support.ranks.runs import EVALUATED, TRAINERS, charged, make, settings_of, stopped, weights
+from tests.support.ranks.runs import EVALUATED, TRAINERS, make, settings_of, stopped
 
 FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
 RUNS = {  # kind of checkpoint, and what is trained
@@ -38,11 +38,11 @@ def sharding(folder: Path, ranks: Ranks) -> dict[str, Any]:
     for name, (kind, method) in RUNS.items():
         with by_accelerate(kind):
             if world == 2:
-                found[name] = stopped(folder / name, arguments=as_gpus, **settings_of(method))
+                found[name] = stopped(folder / name, make_args=as_gpus, **settings_of(method))
             else:
                 found[name] = resumed(folder / name, folder / f"{name}-saved", **settings_of(method))
         if world == 3:  # Accelerate would let from_pretrained leave all ranks but the first without weights
-            found[name]["saved"] = weights(plain(folder / f"{name}-saved"))
+            found[name]["saved"] = training.weights(plain(folder / f"{name}-saved"))
     return found | ({"refused": refused(folder)} if world == 2 else {})
 
 
@@ -52,7 +52,7 @@ def sharding(folder: Path, ranks: Ranks) -> dict[str, Any]:
 def by_transformers(folder: Path, ranks: Ranks, dp: dict) -> dict[str, Any]:
     """FSDP2 as Transformers does it itself, through Trainer: train, evaluate, save, and load the plain model again."""
     if ranks.rank == 0:
-        tiny.bert().save_pretrained(folder / "base")
+        zoo.small("bert").save_pretrained(folder / "base")
     dist.barrier()
     model = loaded(folder / "base")
     assert all(isinstance(p, DTensor) for p in model.parameters())
@@ -61,8 +61,8 @@ def by_transformers(folder: Path, ranks: Ranks, dp: dict) -> dict[str, Any]:
     assert all(isinstance(p, DTensor) for p in trainable(made.model).values())
     made.save_model(folder / "saved")
     dist.barrier()
-    saved = weights(BertForSequenceClassification.from_pretrained(folder / "saved"))
-    return {"weights": weights(made.model), "saved": saved, "steps": charged(folder / "run")}
+    saved = training.weights(BertForSequenceClassification.from_pretrained(folder / "saved"))
+    return {"weights": training.weights(made.model), "saved": saved, "steps": training.steps(folder / "run")}
 
 
 def loaded(folder: Path) -> BertForSequenceClassification:
@@ -92,7 +92,7 @@ def by_accelerate(kind: str) -> Iterator[None]:
 
 def as_gpus(folder: Path, **settings: Any) -> TrainingArguments:
     """Accelerate has FSDP2 for accelerators only. Take the ranks for some; what follows is its own code, on CPUs."""
-    args = tiny.arguments(folder, **settings)
+    args = training.arguments(folder, **settings)
     assert args.device.type == "cpu"
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return args
@@ -100,7 +100,7 @@ def as_gpus(folder: Path, **settings: Any) -> TrainingArguments:
 
 def resumed(folder: Path, target: Path, **settings: Any) -> dict[str, Any]:
     """Go on from the third step to the fifth, and save; the self-check saw the model in shards."""
-    made, seen = make(folder, arguments=as_gpus, **settings), []
+    made, seen = make(folder, make_args=as_gpus, **settings), []
     check = trainer_module.self_check
 
     def noted(model: Any, *args: Any) -> str:
@@ -112,14 +112,14 @@ def resumed(folder: Path, target: Path, **settings: Any) -> dict[str, Any]:
     assert all(isinstance(p, DTensor) for p in trainable(made.model).values())
     made.save_model(target)
     dist.barrier()
-    return {"weights": weights(made.model), "steps": charged(folder), "checked": seen}
+    return {"weights": training.weights(made.model), "steps": training.steps(folder), "checked": seen}
 
 
 def plain(folder: Path) -> nn.Module:
     """The model as anybody loads it."""
     if not (folder / "adapter_config.json").is_file():
         return BertForSequenceClassification.from_pretrained(folder)
-    return PeftModel.from_pretrained(tiny.bert(num_hidden_layers=2), folder)
+    return PeftModel.from_pretrained(zoo.small("bert", num_hidden_layers=2), folder)
 
 
 def refused(folder: Path) -> dict[str, str | None]:
@@ -132,8 +132,8 @@ def refused(folder: Path) -> dict[str, str | None]:
     found["full, plain"] = resume("full-history")
     found["sharded, plain"] = resume("sharded-history")
     with by_accelerate(SHARDED):
-        found["full, sharded"] = resume("full-history", arguments=as_gpus)
-        found["plain, sharded"] = resume("resume", arguments=as_gpus)
+        found["full, sharded"] = resume("full-history", make_args=as_gpus)
+        found["plain, sharded"] = resume("resume", make_args=as_gpus)
     found["at load"] = resume("resume", model=loaded(folder / "fsdp-bk-2" / "base"))
     saved = EVALUATED | {"eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "save_only_model": True}
     model = loaded(folder / "fsdp-bk-2" / "base")
