@@ -4,8 +4,8 @@
     python recipes/sensitivity.py --only bert gpt2 fnet    # some
 
 For each model, one logical step is computed without noise on twelve records, and again without one of them. The
-distance of the two sums must not exceed the clip norm. A model is *refused* if DPTrainer raises an error, *accepted* if
-the ratio is at most 1.001, and *coupled* otherwise: then a record changes what other records contribute, and the claimed
+distance of the two sums must not exceed the clip norm. A model is *refused* if DPTrainer raises an error, *accepted*
+if the ratio is at most 1.001, and *coupled* otherwise: then a record changes what others contribute, and the claimed
 epsilon is wrong. The table goes to recipes/results/sensitivity.md; the exit code is 1 if any model is coupled.
 """
 
