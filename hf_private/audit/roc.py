@@ -1,4 +1,4 @@
-"""The picture of an attack: true against false positives, on axes that show the small rates, which matter most."""
+"""The ROC curve of an attack, on linear axes and on log axes, which show the small rates that matter most."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ Rates = tuple[np.ndarray, np.ndarray]  # false positives, true positives
 
 
 def draw(path: Path, curves: dict[str, Rates]) -> bool:
-    """Write the picture; False if matplotlib is not installed."""
+    """Write the plot; return False if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:
