@@ -38,18 +38,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     def add_attack(name: str, summary: str, example: str) -> argparse.ArgumentParser:
         epilog = f"example:\n  hf-private audit {name} {example}"
-        attack = attacks.add_parser(name, help=summary, description=summary, epilog=epilog)
+        attack = attacks.add_parser(name, help=summary.rstrip("."), description=summary, epilog=epilog)
         add_common_options(attack, default=argparse.SUPPRESS)
         return attack
 
     def add_run(attack: argparse.ArgumentParser) -> None:
-        run_help = "FILE.py:FUNCTION that builds the run, f(trainer_class, output_dir) -> trainer (default: small run)"
-        attack.add_argument("run_of", metavar="RUN", nargs="?", help=run_help)
+        what = "FILE.py:FUNCTION that builds the run, f(trainer_class, output_dir) -> trainer (default: a small run)"
+        attack.add_argument("run_of", metavar="RUN", nargs="?", help=what)
         attack.add_argument("--attach", metavar="MODEL", help="write the result to this model's privacy.json and card")
 
     mia = add_attack(
         "mia",
-        "membership inference from the losses of a saved model",
+        "Infer from the losses of a saved model which records it was trained on.",
         "path/to/model --members train.tsv --others test.tsv",
     )
     mia.add_argument("model", metavar="MODEL", help="folder of a saved classifier or causal language model")
@@ -61,18 +61,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     mia.add_argument("--attach", action="store_true", help="write the result to the model's privacy.json and card")
 
     canaries = add_attack(
-        "canaries", "lower bound of epsilon from one training run", "my_run.py:make_trainer --canaries 2000"
+        "canaries", "Bound epsilon from below with one training run.", "my_run.py:make_trainer --canaries 2000"
     )
     add_run(canaries)
     canaries.add_argument(
-        "--canaries", type=whole(10), default=1000, help="more canaries certify more (default: %(default)s)"
-    )
+        "--canaries", type=whole(10), default=1000, metavar="M",
+        help="number of canaries; more canaries certify a larger epsilon (default: %(default)s)",
+    )  # fmt: skip
 
     step = add_attack(
-        "step", "sensitivity, coupled records, uncovered parameters", "my_run.py:make_trainer --attach path/to/model"
+        "step",
+        "Measure the sensitivity of one step; find coupled records and uncovered parameters.",
+        "my_run.py:make_trainer --attach path/to/model",
     )
     add_run(step)
-    step.add_argument("--records", type=whole(2), default=8, help="records of the batch (default: %(default)s)")
+    step.add_argument("--records", type=whole(2), default=8, help="records in the batch (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:

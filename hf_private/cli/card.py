@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tuning-runs", type=whole(1), help="number of runs on these records, this one included; its mean if random"
     )
-    parser.add_argument("--law", choices=LAWS, default="fixed", help="law of that number (default: %(default)s)")
+    parser.add_argument("--law", choices=LAWS, default="fixed", help="how it was chosen (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:

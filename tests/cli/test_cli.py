@@ -79,7 +79,7 @@ WRONG = [  # (arguments, the option that is named, what is allowed); what was go
     (["doctor", "model", "--carriers", "q=8"], "--carriers", "KEY=VALUE with a key of r, sparsity"),
     (["card", "model", "--tuning-runs", "0"], "--tuning-runs", "a whole number >= 1"),
     (["card", "model", "--law", "uniform"], "--law", "'fixed', 'geometric', 'logarithmic'"),
-    (["card", "nowhere"], "PATH", "a privacy.json"),
+    (["card", "nowhere"], "PATH", "privacy.json"),
     (["compose", "a", "--delta", "1"], "--delta", "a number between 0 and 1"),
     (["frobnicate"], "COMMAND", "'demo', 'calibrate', 'doctor'"),
 ]

@@ -137,12 +137,10 @@ def _show(args: argparse.Namespace, entries: "list[Entry]", rows: "list[Row]") -
     )
     trained = sum(entry.size for entry in entries if entry.status == "covered")
     total = sum(entry.size for entry in entries)
-    print(f"{trained:,} of {total:,} parameters can be trained privately. In float32 the weights take")
-    print(
-        f"{total * 4 / 2**20:,.0f} MiB and the state of AdamW {trained * 8 / 2**20:,.0f} MiB. Total memory: weights,"
-    )
-    print("AdamW, and the larger of a micro-batch with the sums so far and the gradients of an update. Attention is")
-    print("counted with its probabilities kept. Memory that an allocator reserves is not counted.")
+    print(f"{trained:,} of {total:,} parameters can be trained privately.")
+    print(f"float32: weights {total * 4 / 2**20:,.0f} MiB, state of AdamW {trained * 8 / 2**20:,.0f} MiB.")
+    print("Total memory: both, and the larger of a micro-batch with the sums so far and the gradients of an update.")
+    print("Attention is counted with its probabilities kept. Memory that an allocator reserves is not counted.")
 
 
 def _report(args: argparse.Namespace, entries: "list[Entry]", rows: "list[Row]") -> dict[str, Any]:
