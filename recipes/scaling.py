@@ -80,15 +80,15 @@ def share(batch: dict[str, Tensor], ranks: Ranks, rows: int) -> Iterator[dict[st
 
 def measure(method: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Median seconds of a step on one batch, by one rank and by all, and the bytes that a rank sends."""
-    model, everybody, alone = build(options), Ranks(), Ranks.alone()
+    model, all_ranks, alone = build(options), Ranks(), Ranks.alone()
     batch = synthetic_batch(model, options.batch_size, options.length)
-    runs = {ranks: mechanism(model, method, options, ranks) for ranks in (alone, everybody)}
-    times: dict[Ranks, list[float]] = {alone: [], everybody: []}
+    runs = {ranks: mechanism(model, method, options, ranks) for ranks in (alone, all_ranks)}
+    times: dict[Ranks, list[float]] = {alone: [], all_ranks: []}
     for _ in range(options.steps + 1):
         for ranks, run in runs.items():
             dist.barrier()
             start = time.perf_counter()
-            if ranks is everybody or everybody.rank == 0:
+            if ranks is all_ranks or all_ranks.rank == 0:
                 run.step(share(batch, ranks, options.micro_batch_size))
             times[ranks].append(time.perf_counter() - start)
     return [
@@ -98,7 +98,7 @@ def measure(method: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             "seconds": statistics.median(times[ranks][1:]),  # the first step warms up
             "bytes": ranks.reduced_bytes,
         }
-        for ranks in (alone, everybody)
+        for ranks in (alone, all_ranks)
     ]
 
 

@@ -2,7 +2,7 @@
 
 The package composes privacy random variables (PRVs) by FFT and returns certified bounds, but it has three defects. Its
 mean integral has fixed breakpoints and is wrong for many sample rates above 0.1, sometimes silently. It allocates
-whatever grid its input asks for. It hangs or fails with an unclear error on unusual input. This module uses its
+any grid that its input implies. It hangs or fails with an unclear error on unusual input. This module uses its
 discretisation and composition, computes the mean itself, and bounds the grid before allocating it. The classes it uses
 are internals of the package, so the version is pinned.
 """

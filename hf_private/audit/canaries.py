@@ -1,6 +1,6 @@
 """Canaries: audit the trainer, method and settings of a run by training once.
 
-A canary is a record whose gradient is as large as clipping allows and points along an axis of its own, which no other
+A canary is a record whose gradient is as large as clipping allows and points along its own axis, which no other
 record uses (a gradient-space canary). A fair coin decides whether it is in the training set. The attacker sees every
 released gradient, as the guarantee permits, and guesses the coins from the sums along each axis. If more guesses are
 right than the claimed epsilon allows, some part of the run (noise, clipping, sampling or accounting) is wrong.

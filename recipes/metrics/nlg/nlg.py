@@ -43,7 +43,7 @@ class Nlg(evaluate.Metric):
         try:
             meteor = [meteor_score(refs, text) for refs, text in zip(wanted, guessed, strict=True)]
             scores["meteor"] = 100 * sum(meteor) / len(meteor)
-        except LookupError:  # WordNet is a download of its own: nltk.download("wordnet")
+        except LookupError:  # WordNet is a separate download: nltk.download("wordnet")
             pass
         return scores
 
