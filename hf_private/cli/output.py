@@ -1,32 +1,22 @@
 """Output of commands: tables for people, JSON for programs."""
 
 import json
-import math
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 
-def _plain(value: Any) -> Any:
-    """Replace infinity, which JSON cannot express, by the string "inf"."""
-    if isinstance(value, float) and math.isinf(value):
-        return "inf" if value > 0 else "-inf"
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
-
-
 def print_json(data: dict[str, Any]) -> None:
-    """Print one JSON document.
+    """Print one JSON document; infinity becomes the string "inf".
 
     >>> print_json({"epsilon": float("inf")})
     {
       "epsilon": "inf"
     }
     """
-    print(json.dumps(_plain(data), indent=2, allow_nan=False))
+    from hf_private.spending.statement import plain
+
+    print(json.dumps(plain(data), indent=2, allow_nan=False))
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
