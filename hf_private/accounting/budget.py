@@ -103,7 +103,7 @@ def epsilon(
     settings = settings_of(events)
     if not settings:
         value = math.inf if settings is None else 0.0
-        note = "a step without noise, or with unknown sampling" if settings is None else ""
+        note = "a step without noise, or of unknown sampling" if settings is None else ""
         return EpsilonReport(delta, value, accountant, 0.0, 0.0, dict.fromkeys(ACCOUNTANTS, (value,) * 3), note)
     width = eps_error or accountants.default_eps_error(settings, delta)
     results = {name: bounds_by(name, settings, delta, width) for name in ACCOUNTANTS}
