@@ -1,17 +1,16 @@
-"""What a private step costs: speed, memory and operations of every engine as ratios against plain training.
+"""The cost of a private step: speed, memory and operations of every engine relative to plain training.
 
-    python recipes/benchmark.py                      # the headline settings, and what is asked of them (make bench)
-    python recipes/benchmark.py --all                # all others (make bench-all); goes on where it was stopped
+    python recipes/benchmark.py                      # the headline settings and their targets (make bench)
+    python recipes/benchmark.py --all                # the other settings (make bench-all); can be resumed
     python recipes/benchmark.py --settings bert-8x128 --engines bk rgp --seconds 60 --output try
-    python recipes/benchmark.py --settings bert-8x32 --engines plain bk --profile        # where the time goes
-    make bench-peers                                 # Opacus and Opake, in an environment of their own
+    python recipes/benchmark.py --settings bert-8x32 --engines plain bk --profile        # time by operation
+    make bench-peers                                 # Opacus and Opake, in a separate environment
 
-One step = forward and backward pass, for private engines with clipping and summing, without noise and optimizer.
-All engines of a setting run in one process, in turn, on one thread. Other load on a machine only ever adds to a time:
-in each run an engine's fastest step counts, in CPU seconds. A speed is plain training's time over the engine's; of
-several runs the worst counts. Memory is the peak of live tensor bytes, weights included; operations are counted by
-torch. Results go to recipes/results/<output>.{md,json,png}; what is there already is not measured again, unless
---fresh is given.
+A step is a forward and a backward pass; private engines also clip and sum. Noise and optimizer are not included.
+All engines of a setting take turns in one process, on one thread. Other load on the machine only makes steps slower:
+the fastest step of a run counts, in CPU seconds. Speed is the time of plain training divided by the time of the
+engine, in the worst of several runs. Memory is the peak of live tensor bytes, weights included; torch counts the
+operations. Results go to recipes/results/<output>.{md,json,png}. Existing results are kept unless --fresh is given.
 """
 
 import argparse
@@ -37,7 +36,7 @@ from hf_private.cli.doctor import dryrun
 
 RESULTS = Path(__file__).parent / "results"
 ENGINES = OURS | PEERS
-UNCOUNTED = ("opake",)  # its transforms do not run under the counters
+UNCOUNTED = ("opake",)  # its transforms do not work with the counters
 FULL, SHORT, LONG = ("bert-8x128", "gpt2-4x100"), ("bert-8x32", "gpt2-8x32"), ("gpt2-1x1024",)
 HEADLINE = dict.fromkeys(FULL, tuple(OURS)) | dict.fromkeys(SHORT + LONG, ("plain", "bk"))
 GRID = (
@@ -48,7 +47,7 @@ GRID = (
 
 
 class Aim(NamedTuple):
-    """What an engine is to reach in some settings: a ratio against another engine, at least (speed) or at most."""
+    """The target of an engine in some settings: a ratio to another engine, at least (speed) or at most (others)."""
 
     engine: str
     ratio: str
@@ -77,7 +76,7 @@ AIMS = (
 
 
 def prepare(setting: str, engines: list[str]) -> tuple[dict[str, dict], dict[str, Step]]:
-    """By engine: what one step costs in bytes and operations, and the step. Peers may be absent, or refuse a model."""
+    """By engine: bytes and operations of one step, and the step. Skips peers that are absent or refuse the model."""
     name, _, size = setting.partition("-")
     batch_size, length = map(int, size.split("x"))
     rows: dict[str, dict] = {}
@@ -105,8 +104,10 @@ def prepare(setting: str, engines: list[str]) -> tuple[dict[str, dict], dict[str
 
 
 def measure(setting: str, engines: list[str], seconds: float, runs: int) -> list[dict]:
-    """One row per engine; all speeds are relative to plain training in the same run, and the worst run counts. A run
-    takes as many rounds as begin within `seconds`, two at least."""
+    """One row per engine. Speeds are relative to plain training in the same run, and the worst run counts.
+
+    A run starts new rounds for `seconds`, and has at least two.
+    """
     rows, steps = prepare(setting, engines)
     speeds: dict[str, list[float]] = {engine: [] for engine in steps}
     for run in range(runs):
@@ -131,7 +132,7 @@ def measure(setting: str, engines: list[str], seconds: float, runs: int) -> list
 
 
 def show_profiles(setting: str, engines: list[str]) -> None:
-    """Print where the fastest of some steps spends its time, by operation; the profiler costs small calls most."""
+    """Print the time of the fastest of five steps by operation. The profiler slows down small calls most."""
 
     def profiled(step: Step) -> EventList:
         with profile(activities=[ProfilerActivity.CPU]) as watch:
@@ -150,7 +151,7 @@ def weights(model: nn.Module) -> int:
 
 
 def gep_memory() -> list[dict]:
-    """Peak bytes of whole logical steps with GEP (MiniLM, LoRA), for m anchors and B records, 8 at a time."""
+    """Peak bytes of whole logical steps with GEP (MiniLM, LoRA), by number of anchors and records, 8 at a time."""
     found = []
     for num_anchors, batch_size, k in ((32, 16, 64), (64, 16, 64), (32, 32, 64), (32, 16, 128)):
         torch.manual_seed(0)
@@ -167,12 +168,12 @@ def gep_memory() -> list[dict]:
 
 
 def keep_memory() -> None:
-    """Let glibc keep what is freed. Else every step, plain or private, asks the kernel for its memory anew, at a price
-    that changes with the load of a virtual machine's host."""
+    """Let glibc keep freed memory. Otherwise every step requests its memory from the kernel again, at a cost that
+    depends on the load of the host of a virtual machine."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
-        mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap too
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD: and the heap never shrinks
+        mallopt(-4, 0)  # M_MMAP_MAX: allocate large blocks on the heap too
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: never shrink the heap
 
 
 # ---- results
@@ -190,7 +191,7 @@ def table(rows: list[dict]) -> str:
 
 
 def aims_table(rows: list[dict]) -> str:
-    """Every aim for which there are figures, and whether the worst run meets it."""
+    """Every target that was measured, and whether the worst run meets it."""
     known = {(r["setting"], r["engine"]): r for r in rows}
     lines = ["| aim | asked | setting | worst run | met |", "|---|---|---|---|---|"]
     for aim in AIMS:
@@ -211,8 +212,8 @@ def aims_table(rows: list[dict]) -> str:
 
 def gep_table(rows: list[dict]) -> str:
     lines = [
-        "GEP's memory over whole logical steps (MiniLM with LoRA, 8 records of 32 tokens at a time): neither more",
-        "anchors nor more records take more, only more basis vectors do.",
+        "Memory of GEP over whole logical steps (MiniLM with LoRA, 8 records of 32 tokens at a time). It grows with",
+        "the number of basis vectors, not with the number of anchors or records.",
         "",
         "| anchors m | records B | basis vectors k | basis, most of it at once | peak |",
         "|---|---|---|---|---|",
@@ -242,7 +243,7 @@ def chart(rows: list[dict], path: Path) -> None:
                 bars[r["engine"]] = axes.bar(place, r["speed"], width, color=f"C{engines.index(r['engine'])}")
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_xticks(range(len(shown)), shown)
-        axes.set_xlim(-0.6, min(len(settings), 8) - 0.4)  # bars of a short last row as wide as the others
+        axes.set_xlim(-0.6, min(len(settings), 8) - 0.4)  # equal widths of bars, also in a short last row
         axes.set_ylabel("speed (plain training = 1)")
     figure.legend(bars.values(), bars, loc="outside upper center", ncols=len(bars))
     figure.savefig(path)
@@ -252,17 +253,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", nargs="+", help="<model>-<records>x<tokens>, e.g. bert-8x128")
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), help="default: all of ours")
-    parser.add_argument("--seconds", type=float, default=20, help="a run takes new rounds for so long, two at least")
-    parser.add_argument("--runs", type=int, default=3, help="runs, of which the worst counts")
-    parser.add_argument("--all", action="store_true", help="the grid of the other models and sizes")
-    parser.add_argument("--fresh", action="store_true", help="forget what was measured before")
-    parser.add_argument(
-        "--profile", action="store_true", help="print the operations of a step instead of measuring it"
-    )
+    parser.add_argument("--seconds", type=float, default=20, help="length of a run; it has at least two rounds")
+    parser.add_argument("--runs", type=int, default=3, help="number of runs; the worst counts")
+    parser.add_argument("--all", action="store_true", help="measure the other models and sizes")
+    parser.add_argument("--fresh", action="store_true", help="discard earlier results")
+    parser.add_argument("--profile", action="store_true", help="print the time of a step by operation instead")
     parser.add_argument("--output", default="benchmark", help="name of the files in recipes/results/")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler says when it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # silences the messages of the profiler
     keep_memory()
     hf.logging.set_verbosity_error()
     RESULTS.mkdir(exist_ok=True)
@@ -279,7 +278,7 @@ def main() -> None:
         missing = [engine for engine in engines if engine not in known and engine != "plain"]
         minutes = (time.perf_counter() - began) / 60
         if not missing:
-            print(f"{setting}: measured before (--fresh measures again)", flush=True)
+            print(f"{setting}: already measured (--fresh measures again)", flush=True)
             continue
         print(f"{setting} ({number} of {len(settings)}, {minutes:.0f} min): {' '.join(missing)}", flush=True)
         found = measure(setting, ["plain", *missing], args.seconds, args.runs)

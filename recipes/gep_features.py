@@ -1,11 +1,12 @@
-"""DP-SGD, B-GEP and GEP on a linear classifier over frozen features, as in the GEP paper's appendix A; takes minutes.
+"""DP-SGD, B-GEP and GEP on a linear classifier over frozen features, as in appendix A of the GEP paper. Takes minutes.
 
     python recipes/gep_features.py                      # the table in recipes/results/gep_features.md
     python recipes/gep_features.py --runs 1 --epsilons 2
 
-Private records are scikit-learn's handwritten digits (8 x 8). Features are those of a small network that is trained
-on public numerals, drawn with fonts. Anchors are other such numerals ("drawn"), or handwritten digits that are neither
-trained nor tested on and taken as public ("held out", as in the paper); both get random labels at every step.
+Private records are the handwritten digits (8 x 8) of scikit-learn. The features come from a small network trained on
+public numerals, which are drawn with fonts. Anchors are other drawn numerals ("drawn"), or handwritten digits that are
+used neither for training nor for testing and count as public ("held out", as in the paper). Both get random labels at
+every step.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from hf_private.methods.subspace import public_generator
 RESULTS = Path(__file__).parent / "results" / "gep_features"
 TRAIN, HELD_OUT, BATCH, STEPS, DELTA = 1200, 300, 300, 80, 1e-5
 FEATURES, K, CLIP_NORM = 512, 70, 1.0  # p = 5,130 and k about sqrt(p), as in the paper
-LEARNING_RATES = (0.01, 0.03, 0.1, 0.3, 1.0)  # the same for all; a best rate at an end would favour the others
+LEARNING_RATES = (0.01, 0.03, 0.1, 0.3, 1.0)  # for all methods; no best rate should lie at an end of the range
 REFRESH = 4
 FONTS = ("DejaVu Sans", "DejaVu Sans Mono", "DejaVu Serif", "STIXGeneral", "cmr10", "cmss10", "cmtt10")
 METHODS = {"DP-SGD": None, **{f"{m}, {a} anchors": (m, a) for a in ("drawn", "held out") for m in ("B-GEP", "GEP")}}
@@ -44,7 +45,7 @@ METHODS = {"DP-SGD": None, **{f"{m}, {a} anchors": (m, a) for a in ("drawn", "he
 def drawn_numerals(count: int, seed: int) -> tuple[Tensor, Tensor]:
     """Public numerals in several fonts, sizes and places: images (n, 1, 8, 8) with values in [0, 1], labels (n,)."""
     draw, images = np.random.default_rng(seed), []
-    fonts = [font_manager.findfont(name) for name in FONTS]  # they come with matplotlib
+    fonts = [font_manager.findfont(name) for name in FONTS]  # part of matplotlib
     labels = draw.integers(10, size=count)
     for label in labels:
         image = Image.new("L", (32, 32))
@@ -57,7 +58,7 @@ def drawn_numerals(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def pretrained_features() -> nn.Module:
-    """A small convolutional network trained without privacy on public numerals, without its last layer."""
+    """A small convolutional network, trained on public numerals, without its last layer."""
     torch.manual_seed(0)
     body = nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(),
@@ -76,7 +77,7 @@ def pretrained_features() -> nn.Module:
 
 @torch.no_grad()
 def features(body: nn.Module, images: Tensor) -> Tensor:
-    """Features (n, d) of length one."""
+    """Features (n, d) of norm 1."""
     return F.normalize(body(images), dim=1)
 
 
@@ -116,7 +117,7 @@ def run(name: str, data: dict[str, Tensor], noise_multiplier: float, learning_ra
         noise_multiplier=noise_multiplier,
         sample_rate=sampler.sample_rate,
         expected_batch_size=BATCH,
-        charge=lambda event: None,  # the table's epsilon was calibrated for all steps
+        charge=lambda event: None,  # the noise is calibrated for all steps
     )
     optimizer = torch.optim.Adam(trainable(model).values(), learning_rate)
     for step in range(STEPS):
@@ -127,7 +128,7 @@ def run(name: str, data: dict[str, Tensor], noise_multiplier: float, learning_ra
 
 
 def load() -> dict[str, Tensor]:
-    """Features of private, test and public records; which digits are private does not change from run to run."""
+    """Features of private, test and public records, with the same split in every run."""
     body, digits = pretrained_features(), load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
     x = features(body, torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16)[order]

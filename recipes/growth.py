@@ -1,13 +1,13 @@
-"""How the cost of a private step grows: with length, batch, width, depth, rank, accumulation and dataset size.
+"""Growth of the cost of a private step with length, batch, width, depth, rank, accumulation and dataset size.
 
     python recipes/growth.py                   # make growth
     python recipes/growth.py --axes length width --rounds 5
 
-A small BERT is changed along one axis at a time, and plain training, BK and RGP (r=8) run in turn in one process on
-one thread. An exponent e says that cost grows like x^e, fitted to all points (least squares on logarithms) and between
-the last two: fixed costs flatten the beginning. Memory is the peak of live tensor bytes beyond the weights; operations
-are counted by torch. Rank is that of the carriers; accumulation runs whole logical steps, with noise; the dataset is
-sampled only. More processes are in scaling.py. Writes recipes/results/growth.{md,json,png}.
+The script changes a small BERT along one axis at a time; plain training, BK and RGP (r=8) take turns in one process on
+one thread. An exponent e means that the cost grows like x^e. It is fitted to all points (least squares on logarithms)
+and to the last two, because fixed costs flatten the beginning. Memory is the peak of live tensor bytes without the
+weights; torch counts the operations. Rank is that of the carriers; accumulation runs whole logical steps, with noise;
+the dataset is only sampled. For several processes see scaling.py. Writes recipes/results/growth.{md,json,png}.
 """
 
 import argparse
@@ -49,19 +49,19 @@ AXES: dict[str, tuple[int, ...]] = {
 EXPECTED = {
     "length": "1, and 2 for attention and for Gram matrices, until instantiating is cheaper",
     "batch": "1",
-    "width": "2; 1 for memory beside the weights, where no gradients are held",
+    "width": "2; 1 for memory without the weights, if no gradients are held",
     "depth": "1",
-    "rank": "well below 1: thin products beside the model's own",
+    "rank": "well below 1: thin products are small next to those of the model",
     "accumulation": "1; memory 0",
-    "records": "0: the gaps between drawn records are drawn, not the records",
+    "records": "0: the sampler draws the gaps between sampled records",
 }
 ENGINES = ("plain", "bk", "rgp")
 MEASURES = {"seconds": "CPU seconds", "flops": "operations", "bytes": "memory"}
-SAMPLED = 1000  # expected batch of the draws from datasets of all sizes
+SAMPLED = 1000  # expected batch size for datasets of all sizes
 
 
 def build(width: int, depth: int) -> nn.Module:
-    """A BERT with a small vocabulary: the embedding's share would hide what grows."""
+    """A BERT with a small vocabulary, so that the embedding does not dominate the cost."""
     torch.manual_seed(0)
     return bert(
         hidden_size=width, num_hidden_layers=depth, num_attention_heads=width // 64, intermediate_size=4 * width,
@@ -85,7 +85,7 @@ def micro_steps(axis: str, x: int) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def logical_steps(_: str, x: int) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Whole steps of `x` micro-batches, noise included; plain training accumulates gradients."""
+    """Whole steps of `x` micro-batches with noise; plain training accumulates gradients."""
     for engine in ENGINES:
         model = build(BASE["width"], BASE["depth"])
         batches = [batch_of(model, BASE["batch"], BASE["length"]) for _ in range(x)]
@@ -200,7 +200,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             panel.loglog(*zip(*points, strict=True), marker="o", markersize=3, label=engine)
         low, high = panel.get_ylim()
         middle = (low * high) ** 0.5
-        panel.set_ylim(min(low, middle / 10**0.5), max(high, middle * 10**0.5))  # a decade: what is flat looks flat
+        panel.set_ylim(min(low, middle / 10**0.5), max(high, middle * 10**0.5))  # at least a decade
         panel.set_xticks(AXES[axis], [f"{x:g}" for x in AXES[axis]])
         panel.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
         panel.set_xlabel(axis)

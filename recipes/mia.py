@@ -1,10 +1,10 @@
 """Membership inference on a model that overfits and on its private twin (RGP, section 5.3 and Table 5).
 
-Both are the same small BERT on the same few invented support tickets, of which three in ten have a random label: what
-cannot be learned has to be memorised. The twin without privacy does; the private one must not. The attack calls a
-ticket a member if its loss is low, with a threshold chosen on half of the tickets and tried on the other half.
+Both are the same small BERT, trained on the same few synthetic support tickets. Three labels in ten are random, so
+that they can only be memorised. The attack calls a ticket a member if its loss is low, with a threshold chosen on half
+of the tickets and evaluated on the other half.
 
-    OMP_NUM_THREADS=1 python recipes/mia.py                   some minutes; writes recipes/results/mia.*
+    OMP_NUM_THREADS=1 python recipes/mia.py                   # takes minutes, writes recipes/results/mia.*
 """
 
 import argparse
@@ -25,14 +25,14 @@ from hf_private.audit.roc import draw
 from hf_private.audit.statistics import Membership, infer_membership, roc
 from hf_private.cli.demo.encoder import small_random
 from hf_private.cli.demo.tickets import TOPICS, Ticket, generate
-from hf_private.cli.demo.training import Data
+from hf_private.cli.demo.training import Data, budget
 
 RESULTS = Path(__file__).parent / "results"
 BATCH, DELTA, RANDOM_LABELS = 50, 1e-5, 0.3
 
 
 def tickets(count: int, seed: int) -> list[Ticket]:
-    """Invented tickets; some have the label of another topic."""
+    """Synthetic tickets, some of them with a random label."""
     rng = random.Random(seed)
     return [
         Ticket(t.text, rng.randrange(len(TOPICS)) if rng.random() < RANDOM_LABELS else t.label)
@@ -41,11 +41,10 @@ def tickets(count: int, seed: int) -> list[Ticket]:
 
 
 def train(train_on: list[Ticket], others: list[Ticket], steps: int, epsilon: float | None) -> tuple[DPTrainer, float]:
-    """A small BERT trained to a budget, or without privacy, and the epsilon that it has spent."""
+    """A small BERT trained to a budget, or without privacy, and the epsilon that it spent."""
     words = [ticket.text for ticket in generate(2000, seed=99)]  # public: neither members nor others
     encoder = small_random(words, TOPICS)
     data = Data.tokenized(encoder.tokenizer, train_on, others)
-    budget = {"noise_multiplier": 0.0, "clip_norm": math.inf} if epsilon is None else {"target_epsilon": epsilon}
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
             folder, max_steps=steps, per_device_train_batch_size=BATCH, learning_rate=2e-3, warmup_steps=10,
@@ -53,14 +52,14 @@ def train(train_on: list[Ticket], others: list[Ticket], steps: int, epsilon: flo
         )  # fmt: skip
         trainer = DPTrainer(
             encoder.model, args, train_dataset=data.train, processing_class=encoder.tokenizer,
-            dp_config=DPConfig(**budget, target_delta=DELTA, expected_batch_size=BATCH),
+            dp_config=DPConfig(**budget(epsilon), target_delta=DELTA, expected_batch_size=BATCH),
         )  # fmt: skip
         trainer.train()
         return trainer, trainer.privacy_spent().epsilon
 
 
 def attack(trainer: DPTrainer, train_on: list[Ticket], others: list[Ticket]) -> tuple[Membership, tuple]:
-    """The attack's outcome, and its ROC curve."""
+    """The result of the attack, and its ROC curve."""
     records = [[Record(t.text, None, str(t.label)) for t in part] for part in (train_on, others)]
     members, rest = (-record_losses(trainer.model, trainer.processing_class, part) for part in records)
     return infer_membership(members, rest, DELTA), roc(members, rest)
@@ -75,14 +74,14 @@ def table(found: dict[str, tuple[Membership, float]], size: int, steps: int) -> 
     )
     return (
         "# Membership inference by loss\n\n"
-        f"A two-layer BERT (random start), {size} invented tickets to train on and {size} others, {steps} steps of"
-        f" {BATCH} expected, delta = {DELTA:g}; three in ten labels are random. 50 % is guessing. Made by"
-        " recipes/mia.py.\n\n"
+        f"A two-layer BERT (random start), {size} synthetic tickets for training and {size} others, {steps} steps with"
+        f" an expected batch size of {BATCH}, delta = {DELTA:g}; three labels in ten are random. 50 % is guessing."
+        " Made by recipes/mia.py.\n\n"
         "| model | epsilon claimed | success | 95 % interval | AUC | TPR at 1 % FPR | at 0.1 % FPR |"
         " epsilon at least (95 %) |\n| --- | ---: | ---: | --- | ---: | ---: | ---: | ---: |\n"
         f"{rows}\n\n![ROC curves](mia_roc.png)\n\n"
-        "The attack is an average-case one: a rate near 50 % is no proof of privacy, the accountant's epsilon is. With"
-        f" {size // 2} records of each kind evaluated, TPR at 0.1 % FPR means no false positive at all.\n"
+        "This is an average-case attack: a rate near 50 % does not prove privacy, the accountant's epsilon does. With"
+        f" {size // 2} evaluated records of each kind, TPR at 0.1 % FPR allows no false positive.\n"
     )
 
 
@@ -101,7 +100,8 @@ def main() -> None:
         found[name] = outcome, spent
         print(name, outcome, file=sys.stderr)
     args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "mia.md").write_text(text := table(found, args.records, args.steps))
+    text = table(found, args.records, args.steps)
+    (args.output / "mia.md").write_text(text)
     plain = {name: {**asdict(x), "claimed": "inf" if math.isinf(e) else e} for name, (x, e) in found.items()}
     (args.output / "mia.json").write_text(json.dumps(plain, indent=2) + "\n")
     draw(args.output / "mia_roc.png", {name: tuple(map(np.asarray, curve)) for name, curve in curves.items()})

@@ -1,7 +1,7 @@
-"""How the recipes read their settings: a YAML file, then the command line, which wins.
+"""Settings of the recipes: a YAML file and the command line, which takes precedence.
 
-A file holds fields of the recipe's own options, of DPConfig and of TrainingArguments, side by side. What differs from
-method to method stands under `by_method`, so that one file serves a whole table:
+A file holds fields of the recipe's options, of DPConfig and of TrainingArguments. Settings of single methods are under
+`by_method`, so that one file serves a whole table:
 
     method: rgp
     learning_rate: 1.0e-3
@@ -23,7 +23,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from hf_private import DPConfig
 
-# What each method means in terms of DPConfig. Files and the command line change single fields of it.
+# The DPConfig fields of each method. Files and the command line change single fields.
 METHODS: dict[str, dict[str, Any]] = {
     "np": {},  # not private: all weights, no clipping, no noise
     "bk": {},  # DP-SGD on all weights, by book-keeping
@@ -42,7 +42,7 @@ BUDGET = ("target_epsilon", "noise_multiplier")
 
 @dataclass
 class RecipeOptions:
-    """What all recipes ask beside DPConfig and TrainingArguments."""
+    """Options of all recipes, in addition to DPConfig and TrainingArguments."""
 
     method: str = field(
         default="bk", metadata={"help": "Gradient method, or np: not private.", "choices": list(METHODS)}
@@ -50,32 +50,30 @@ class RecipeOptions:
     nonprivate: bool = field(
         default=False, metadata={"help": "Run the method without clipping and noise. NOT PRIVATE; for comparison."}
     )
-    rank: int = field(default=8, metadata={"help": "Rank of LoRA and PowerSGD. (Carriers have their own, `r`.)"})
+    rank: int = field(default=8, metadata={"help": "Rank of LoRA and PowerSGD. (For carriers: `r`.)"})
     modules_to_save: list[str] | None = field(
-        default=None, metadata={"help": "Modules that LoRA trains whole beside adapters. (Carriers have their own.)"}
+        default=None, metadata={"help": "Modules that LoRA trains at full rank. (For carriers: `modules_to_save`.)"}
     )
     frozen_modules: str | None = field(
         default=None,
         metadata={
-            "help": "Regular expression for whole names: what it matches stays as it is under every method. Carriers"
-            " need it too, as `exclude_modules`."
+            "help": "Regular expression for full parameter names: matching parameters are frozen with every method."
+            " Carriers need it too, as `exclude_modules`."
         },
     )
     data_dir: str | None = field(
         default=None, metadata={"help": "Folder with local files. Default: $HF_PRIVATE_DATA, then the Hub."}
     )
     anchor_data: str | None = field(
-        default=None, metadata={"help": "Public records for GEP: a local file. Default: made-up ones."}
+        default=None, metadata={"help": "Public records for GEP: a local file. Default: generated records."}
     )
-    max_train_records: int | None = field(default=None, metadata={"help": "Train on the first so many records only."})
-    max_eval_records: int | None = field(
-        default=None, metadata={"help": "Evaluate on the first so many records only."}
-    )
+    max_train_records: int | None = field(default=None, metadata={"help": "Train on the first N records only."})
+    max_eval_records: int | None = field(default=None, metadata={"help": "Evaluate on the first N records only."})
     holdout: int = field(
         default=0,
         metadata={
-            "help": "Take so many records, drawn with a fixed seed, out of the training data and evaluate on them"
-            " instead of the dev set: for choosing hyper-parameters without looking at what is reported."
+            "help": "Evaluate on N records, drawn from the training data with a fixed seed, instead of the dev set:"
+            " to choose hyper-parameters without using the dev set."
         },
     )
 
@@ -85,8 +83,8 @@ def parse(
 ) -> tuple[Any, DPConfig, TrainingArguments]:
     """The recipe's options, DPConfig and TrainingArguments, from `--config FILE` and the command line.
 
-    Order, later wins: METHODS, the file, its `by_method`, the command line. `carriers` and `anchors` are merged field
-    by field; a budget on the command line (`--target_epsilon` or `--noise_multiplier`) replaces the file's other one.
+    Precedence, lowest first: METHODS, the file, its `by_method`, the command line. `carriers` and `anchors` are merged
+    field by field. `--target_epsilon` replaces the file's `noise_multiplier`, and vice versa.
     """
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("config", "method", *NESTED, *BUDGET):
@@ -106,7 +104,7 @@ def parse(
         asked = _object(name, getattr(given, name))
         preset = METHODS[settings["method"]].get(name)
         if asked and preset is None:
-            raise ValueError(f"`--{name}` must come with a method that has them, got --method {settings['method']}.")
+            raise ValueError(f"`--{name}` must come with a method that uses them, got --method {settings['method']}.")
         settings[name] = preset and {**preset, **(settings.get(name) or {}), **asked}
     for name, other in (BUDGET, BUDGET[::-1]):
         if getattr(given, name) is not None:
@@ -116,10 +114,10 @@ def parse(
         settings |= {"nonprivate": True, "target_epsilon": None, "noise_multiplier": 0.0, "clip_norm": math.inf}
     parser.set_defaults(**settings)
     if all(settings.get(name) is None for name in BUDGET) and not {"-h", "--help"} & set(rest):
-        raise ValueError("A budget must be given: `--target_epsilon 8`, or a file that has one (`--config`).")
+        raise ValueError("`--target_epsilon` must be given, on the command line or in a file (`--config`).")
     options, dp_config, args, _ = parser.parse_args_into_dataclasses(rest, look_for_args_file=False)
     if "output_dir" not in settings and not any(word.split("=")[0] == "--output_dir" for word in rest):
-        raise ValueError("`--output_dir` must be given: all runs in one folder share its ledger and its budget.")
+        raise ValueError("`--output_dir` must be given: all runs in one folder share its ledger and budget.")
     return options, dp_config, args
 
 
@@ -129,11 +127,11 @@ def _object(name: str, text: str | None) -> dict[str, Any]:
         return dict(json.loads(text or "{}"))
     except (ValueError, TypeError) as error:
         example = {"carriers": '{"r": 4}', "anchors": '{"k": 100}'}[name]
-        raise ValueError(f"`--{name}` must be a JSON object, as '{example}', got {text!r}.") from error
+        raise ValueError(f"`--{name}` must be a JSON object such as '{example}', got {text!r}.") from error
 
 
 def read_settings(path: str | None, method: str | None, known: set[str]) -> dict[str, Any]:
-    """The file's settings for one method (its own, unless told); an unknown name is an error."""
+    """The settings of a file for one method (by default the file's); an unknown name is an error."""
     try:
         settings = yaml.safe_load(Path(path).read_text()) if path else {}
     except (OSError, yaml.YAMLError) as error:
@@ -142,11 +140,13 @@ def read_settings(path: str | None, method: str | None, known: set[str]) -> dict
     method = method or settings.get("method") or "bk"
     for name in (method, *by_method):
         if name not in METHODS:
-            where = "`method`" if name == method else f"{path}: every name under `by_method`"
+            where = "`method`" if name == method else f"{path}: names under `by_method`"
             raise ValueError(f"{where} must be one of {', '.join(METHODS)}, got {name!r}.")
     own = by_method.get(method) or {}
-    if unknown := sorted((settings.keys() | own.keys()) - known):
-        raise ValueError(f"{path}: there is no setting `{unknown[0]}`. `--help` lists all.")
+    unknown = sorted((settings.keys() | own.keys()) - known)
+    if unknown:
+        raise ValueError(f"{path}: there is no setting `{unknown[0]}`. `--help` lists all settings.")
     for name in NESTED:
-        own = own | ({name: {**(settings.get(name) or {}), **own[name]}} if name in own else {})
+        if name in own:
+            own = own | {name: {**(settings.get(name) or {}), **own[name]}}
     return settings | own | {"method": method}

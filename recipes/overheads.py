@@ -1,11 +1,11 @@
-"""What privacy costs a step besides clipping: sampling, noise, ledger, accounting, logging, as shares of its time.
+"""Costs of privacy other than clipping: sampling, noise, ledger, accounting and logging, as shares of a step.
 
     HF_PRIVATE_DATA=path/to/data python recipes/overheads.py --config recipes/configs/sst2_minilm.yaml --max_steps 4
     python recipes/overheads.py --config recipes/configs/sst2_minilm.yaml --methods bk --max_steps 4 --noise fast
 
-A profiler watches a run of DPTrainer from the outside, from the beginning of its first step to the end of its last;
-what comes once (the self-check, calibrating the noise) is not in it. Every step is logged, which is more often than
-anyone wants. Writes <results>.json and <results>.md.
+A profiler measures a run of DPTrainer from the start of its first step to the end of its last. It excludes what
+happens once: the self-check and the calibration of the noise. Every step is logged, which is more often than usual.
+Writes <results>.json and <results>.md.
 """
 
 import argparse
@@ -35,23 +35,23 @@ from hf_private.spending.spending import Spending
 from hf_private.trainer.guards import check_gradients, check_parameters
 
 RESULTS = Path(__file__).parent / "results" / "overheads"
-PARTS: dict[str, list[Callable]] = {  # what is looked for in the profile
+PARTS: dict[str, list[Callable]] = {  # overheads
     "sampling": [PoissonSampler.draw],
     "noise": [NoiseSource.add_, reseed_global],
     "ledger and budget": [Spending.charge],
     "logging, with epsilon": [DPTrainer.log, PrivacyCallback.on_step_end],
     "checks at every step": [check_parameters, check_gradients],
 }
-SHOWN: dict[str, list[Callable]] = {  # no overhead: what a step does anyway, or what carriers save elsewhere
+SHOWN: dict[str, list[Callable]] = {  # other parts of a step
     "carriers from the weights": [Carriers.begin_step],
-    "records, fetched and put into micro-batches": [_MapDatasetFetcher.fetch],
+    "fetching and collating records": [_MapDatasetFetcher.fetch],
     "passes and clipped sums": [Mechanism._clipped_sums],
     "optimizer": [torch.optim.AdamW.step],
 }
 
 
 class Watch(TrainerCallback):
-    """Profiles what lies between the beginning of the first step and the end of the last."""
+    """Profiles from the start of the first step to the end of the last."""
 
     def __init__(self) -> None:
         self.profile = cProfile.Profile()
@@ -68,7 +68,7 @@ class Watch(TrainerCallback):
 
 
 def seconds(stats: dict, functions: list[Callable]) -> float:
-    """Seconds spent in functions, with all that they call."""
+    """Seconds spent in functions and in what they call."""
     codes = [inspect.unwrap(function).__code__ for function in functions]
     keys = [(code.co_filename, code.co_firstlineno, code.co_name) for code in codes]
     # calls, primitive calls, own seconds, cumulative seconds, callers
@@ -76,7 +76,7 @@ def seconds(stats: dict, functions: list[Callable]) -> float:
 
 
 def run(method: str, argv: list[str]) -> dict[str, float]:
-    """Seconds per step by part, of one run."""
+    """Seconds per step of one run, by part."""
     with tempfile.TemporaryDirectory() as folder:
         fixed = ["--output_dir", folder, "--save_strategy", "no", "--disable_tqdm", "true", "--logging_steps", "1"]
         options, dp_config, args = parse(GlueOptions, __doc__, [*fixed, "--method", method, *argv])
@@ -89,14 +89,15 @@ def run(method: str, argv: list[str]) -> dict[str, float]:
         steps = trainer.state.global_step
     stats = pstats.Stats(watch.profile)
     found = {part: seconds(stats.stats, functions) / steps for part, functions in (PARTS | SHOWN).items()}
-    if missing := [part for part in PARTS if not found[part]]:
+    missing = [part for part in PARTS if not found[part]]
+    if missing:
         raise RuntimeError(f"The profile must show every part of a step, got nothing for {missing}.")
     return found | {"step": stats.total_tt / steps}
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:
     lines = [
-        "# What a private step spends besides its passes", "",
+        "# Overheads of a private step", "",
         "Milliseconds per logical step, and shares of it.", "",
         f"| part | {' | '.join(rows)} |", f"|---|{'---|' * len(rows)}",
     ]  # fmt: skip
@@ -106,8 +107,8 @@ def table(rows: dict[str, dict[str, float]]) -> str:
 
     for part in PARTS:
         lines.append(line(part, [(row[part], row["step"]) for row in rows.values()]))
-    together = [(sum(row[part] for part in PARTS), row["step"]) for row in rows.values()]
-    lines.append(line("**together**", together))
+    total = [(sum(row[part] for part in PARTS), row["step"]) for row in rows.values()]
+    lines.append(line("**all overheads**", total))
     for part in (*SHOWN, "step"):
         lines.append(line(part, [(row[part], row["step"]) for row in rows.values()]))
     return "\n".join(lines) + "\n"

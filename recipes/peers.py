@@ -1,6 +1,6 @@
 """Other libraries as engines of the benchmark, on the same models, batches and losses.
 
-They live in an environment of their own (`make bench-peers`), so that nothing here depends on them.
+They are installed in a separate environment (`make bench-peers`); nothing else here depends on them.
 """
 
 from collections.abc import Callable
@@ -17,17 +17,18 @@ from hf_private.tasks.losses import PerSampleLoss
 
 
 def freeze_positions(model: nn.Module) -> None:
-    """Neither library knows position ids that are one row for the whole batch."""
+    """Freeze position embeddings: neither library supports position ids with one row for the whole batch."""
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module.num_embeddings in (512, 514, 1024):
             module.requires_grad_(False)
 
 
 class Wrapped:
-    """A wrapped model that still shows the model's own attributes: Opacus hides `config`, which the loss reads."""
+    """A wrapped model with the attributes of the model: Opacus hides `config`, which the loss reads."""
 
     def __init__(self, wrapper: nn.Module, model: nn.Module) -> None:
-        self.wrapper, self.model = wrapper, model
+        self.wrapper = wrapper
+        self.model = model
 
     def __call__(self, *args, **kwargs):
         return self.wrapper(*args, **kwargs)
@@ -58,11 +59,11 @@ def opacus_hooks(model: nn.Module, batch: dict) -> Step:
 
 
 def opacus_ghost(model: nn.Module, batch: dict) -> Step:
-    """Ghost clipping: norms in one backward pass, the clipped sum in a second."""
+    """Ghost clipping: norms in one backward pass, the clipped sum in a second one."""
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
 
     freeze_positions(model)
-    if "bert" in model.config.model_type:  # the model's own are an expanded row, of which it wants a view
+    if "bert" in model.config.model_type:  # the default is an expanded row, which Opacus cannot view
         batch = batch | {"token_type_ids": torch.zeros_like(batch["input_ids"])}
     loss = PerSampleLoss(model)
     wrapped = GradSampleModuleFastGradientClipping(
@@ -86,18 +87,18 @@ def opacus_ghost(model: nn.Module, batch: dict) -> Step:
 
 
 def opake(model: nn.Module, batch: dict) -> Step:
-    """`vmap` of `grad`, as in the library's own example, with its patches of the model."""
+    """`vmap` of `grad`, as in the example of the library, with its patches of the model."""
     from opake.dpsgd.clipping import clipped_grad
     from opake.exceptions import ConfigurationError
     from opake.patches import apply_model_patches, apply_runtime_patches
 
-    model.set_attn_implementation("eager")  # the fused attention has no rule for vmap
+    model.set_attn_implementation("eager")  # fused attention has no rule for vmap
     apply_runtime_patches()
     with suppress(ConfigurationError):  # it patches language models only
         apply_model_patches(model)
     parameters = {name: p.detach() for name, p in trainable(model).items()}
     inputs = {name: value for name, value in batch.items() if name not in ("labels", "attention_mask")}
-    (name,) = inputs  # vmap cannot look at a mask; all records have the same length
+    (name,) = inputs  # no mask, which vmap cannot handle; all records have the same length
 
     def loss_of_one(parameters: dict, record: Tensor, label: Tensor) -> Tensor:
         logits = functional_call(model, parameters, (), {name: record.unsqueeze(0)}).logits[0]

@@ -1,24 +1,24 @@
-"""Read a BERT by the mean of its tokens, in a model that plain Transformers loads.
+"""Mean pooling for BERT classifiers, in a model that plain Transformers can load.
 
-Sentence encoders such as MiniLM are trained to be read by the mean over all tokens. BertForSequenceClassification
-reads the first one only, of which their training asked nothing. `read_by_mean` makes the top layer anew so that it
-carries the mean there: its attention is nearly uniform, its values are what they read, and the pooler hands them on.
-It stays a layer like any other and is trained like one. No record is looked at: this comes before training.
+Sentence encoders such as MiniLM are trained for the mean over all tokens. BertForSequenceClassification reads the
+first token only. `read_by_mean` re-initialises the top layer so that it moves the mean to the first token: its
+attention is nearly uniform, and values, output and pooler are close to the identity. The layer is trained like any
+other. No record is used.
 """
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-MEAN = 4.0  # weight of the mean over all tokens beside the token's own state
-POOLER = 0.5  # so that tanh does not saturate on layer-normed states
+MEAN = 4.0  # weight of the mean over all tokens relative to the token's own state
+POOLER = 0.5  # keeps tanh from saturating on layer-normed states
 
 
 def read_by_mean(model: PreTrainedModel) -> PreTrainedModel:
     """Replace the top layer of a BERT classifier by one that averages its input over a record's tokens."""
     if model.config.model_type != "bert":
         raise ValueError(
-            f"`pooling` must be 'first' for {type(model).__name__}, got 'mean': it is known for BERT's layers only."
+            f"`pooling` must be 'first' for {type(model).__name__}, got 'mean', which is available for BERT only."
         )
     layer, pooler = model.base_model.encoder.layer[-1], model.base_model.pooler
     for module in layer.modules():

@@ -1,11 +1,11 @@
-"""Pretrain a small GPT-2 from scratch on text that is not private, for where no hub can be reached.
+"""Pretrain a small GPT-2 from scratch on public text, for use without the Hub.
 
     python recipes/pretrain_tiny.py --output_dir outputs/gpt2_tiny          # ten minutes on one core
     python recipes/e2e.py --config recipes/configs/e2e_tiny.yaml --model_name_or_path outputs/gpt2_tiny --method rgp
 
-The text is Python's own documentation and sentences from templates (recipes/public_text.py): no download, no personal
-data, and nothing of the E2E data that the model is fine-tuned on afterwards. The same Python version, packages and
-seed give the same model. It knows a little English; it stands in for `gpt2` to compare methods, not for its quality.
+The text is the documentation of Python and sentences from templates (recipes/public_text.py): no download, no personal
+data, and nothing from the E2E data. The same Python version, packages and seed give the same model. It replaces `gpt2`
+for comparisons of methods; its texts are poor.
 """
 
 from dataclasses import dataclass, field
@@ -34,14 +34,14 @@ pipeline_tag: text-generation
 # A small GPT-2 on public text
 
 {layers} layers, width {width}, a byte-level BPE vocabulary of {vocabulary} tokens, {parameters:,} parameters,
-{steps} steps. Made by `recipes/pretrain_tiny.py` of hf-private as a base model where no hub can be reached.
+{steps} steps. Made by `recipes/pretrain_tiny.py` of hf-private as a base model for use without the Hub.
 
-**Trained on** {documentation:,} paragraphs of the documentation that comes with Python ({licence}) and {sentences:,}
-sentences made from templates about invented places. No personal data, and no privacy mechanism: none is needed.
+**Trained on** {documentation:,} paragraphs of the documentation of Python ({licence}) and {sentences:,} sentences from
+templates about fictional places. The data contains no personal data, so training uses no privacy mechanism.
 
-**Good for** comparing private fine-tuning methods on equal terms. **Not good for** writing.
+**Intended for** comparisons of private fine-tuning methods. **Not intended for** text generation.
 
-Loss on {held_out} blocks that were held out: {loss:.3f} ({start:.3f} before training).
+Loss on {held_out} held-out blocks: {loss:.3f} ({start:.3f} before training).
 """
 
 
@@ -59,7 +59,7 @@ class PretrainOptions:
 
 
 def make_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of these texts: any string can be written with it, whatever it was built on."""
+    """A byte-level BPE tokenizer trained on these texts; it can encode any string."""
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(texts, vocab_size=vocabulary, special_tokens=[END], show_progress=False)
     marks = {"bos_token": END, "eos_token": END, "pad_token": END}
@@ -67,7 +67,7 @@ def make_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast
 
 
 def make_blocks(texts: list[str], tokenizer: PreTrainedTokenizerFast, block: int) -> list[dict[str, torch.Tensor]]:
-    """All texts one after the other, cut into blocks of equal length. (Packing is fine here: nothing is private.)"""
+    """All texts concatenated and cut into blocks of equal length. (Packing is fine here: nothing is private.)"""
     end = tokenizer.eos_token_id
     ids = [token for row in tokenizer(texts)["input_ids"] for token in (*row, end)]
     rows = torch.tensor(ids[: len(ids) // block * block]).view(-1, block)

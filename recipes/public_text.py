@@ -1,5 +1,6 @@
-"""English text that is nobody's secret and is there without a network: Python's own documentation, and sentences made
-from the templates below. The sentences describe invented places; none comes from the E2E data or any other dataset.
+"""Public English text that is available offline: the documentation of Python, and sentences from the templates below.
+
+The sentences describe fictional places; none comes from the E2E data or another dataset.
 
 >>> public_sentences(2) == public_sentences(2)
 True
@@ -52,7 +53,7 @@ TEMPLATES = (
 
 
 def public_sentences(count: int, seed: int = 0) -> list[str]:
-    """So many sentences from the templates, the same for the same seed."""
+    """`count` sentences from the templates, the same for the same seed."""
     draw = random.Random(seed)
     made = []
     for _ in range(count):
@@ -67,7 +68,7 @@ def public_sentences(count: int, seed: int = 0) -> list[str]:
 
 
 def python_documentation() -> list[str]:
-    """Paragraphs of Python's language reference and of the docstrings of its standard library, in a fixed order."""
+    """Paragraphs of the language reference and of the docstrings of the standard library, in a fixed order."""
     texts = [pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)]
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -78,5 +79,5 @@ def python_documentation() -> list[str]:
 
 
 def _is_prose(text: str) -> bool:
-    """Long enough, and mostly letters and blanks: no tables, grammar rules or code."""
+    """Whether a text is long and mostly letters and spaces: no table, grammar rule or code."""
     return len(text) > 60 and sum(c.isalpha() or c == " " for c in text) > 0.85 * len(text)

@@ -3,9 +3,9 @@
     python recipes/scaling.py
     python recipes/scaling.py --ranks 4 --batch-size 256 --output scaling4
 
-Each rank computes its share of the batch; the clipped sums are added up over the ranks. Of a weight of p x d numbers,
-RGP sends r (p + d). Steps of one rank, for which the others wait, and of all take turns, so that a machine that gets
-slower or faster meanwhile does not change their ratio. Results go to recipes/results/<output>.{md,json}.
+Each rank computes its share of the batch; the clipped sums are added over the ranks. For a p x d weight, RGP sends
+r (p + d) numbers. Steps of one rank, for which the others wait, and steps of all ranks alternate, so that changes in
+the load of the machine do not affect their ratio. Results go to recipes/results/<output>.{md,json}.
 """
 
 import argparse
@@ -79,16 +79,16 @@ def share(batch: dict[str, Tensor], ranks: Ranks, rows: int) -> Iterator[dict[st
 
 
 def measure(method: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Median seconds of a step on one batch, by one rank and by all, and the bytes that a rank sends in it."""
-    model, everybody, alone = build(options), Ranks(), Ranks.alone()
+    """Median seconds of a step on one batch, by one rank and by all, and the bytes that a rank sends."""
+    model, all_ranks, alone = build(options), Ranks(), Ranks.alone()
     batch = synthetic_batch(model, options.batch_size, options.length)
-    runs = {ranks: mechanism(model, method, options, ranks) for ranks in (alone, everybody)}
-    times: dict[Ranks, list[float]] = {alone: [], everybody: []}
+    runs = {ranks: mechanism(model, method, options, ranks) for ranks in (alone, all_ranks)}
+    times: dict[Ranks, list[float]] = {alone: [], all_ranks: []}
     for _ in range(options.steps + 1):
         for ranks, run in runs.items():
             dist.barrier()
             start = time.perf_counter()
-            if ranks is everybody or everybody.rank == 0:
+            if ranks is all_ranks or all_ranks.rank == 0:
                 run.step(share(batch, ranks, options.micro_batch_size))
             times[ranks].append(time.perf_counter() - start)
     return [
@@ -98,7 +98,7 @@ def measure(method: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             "seconds": statistics.median(times[ranks][1:]),  # the first step warms up
             "bytes": ranks.reduced_bytes,
         }
-        for ranks in (alone, everybody)
+        for ranks in (alone, all_ranks)
     ]
 
 
@@ -113,7 +113,7 @@ def worker(rank: int, folder: str, options: argparse.Namespace) -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The figures in Markdown; a speed-up is over one rank with the same method."""
+    """The figures in Markdown; speed-ups are relative to one rank with the same method."""
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     for row in rows:
         one = next(other["seconds"] for other in rows if other["method"] == row["method"] and other["ranks"] == 1)

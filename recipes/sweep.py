@@ -1,18 +1,18 @@
-"""Run a table, methods x epsilon x seeds, one recipe at a time; stop it whenever you like, the next start goes on.
+"""Fill a table, methods x epsilon x seeds, with runs of a recipe. Stop it at any time; the next start continues.
 
     python recipes/sweep.py --config recipes/configs/sweep_sst2.yaml              # runs what is missing
-    python recipes/sweep.py --config recipes/configs/sweep_sst2.yaml --dry_run    # shows the cells and which are done
-    python recipes/sweep.py --config recipes/configs/sweep_sst2.yaml --methods rgp lsg &  # a part for each core
+    python recipes/sweep.py --config recipes/configs/sweep_sst2.yaml --dry_run    # prints the missing commands
+    python recipes/sweep.py --config recipes/configs/sweep_sst2.yaml --methods rgp lsg &  # one part per core
 
-First the learning rate: every method gets the same number of short runs on records held out of the training data, with
-the noise of the full run. Then the table, with each method's best. After every cell, <results>.json and <results>.md
-(mean and standard deviation over seeds) and <results>.png (score over epsilon) are written anew. What <results>.json
-holds is done, on whatever machine it was run; empty the file to run it again.
+The sweep first searches the learning rate: every method gets the same number of short runs, evaluated on held-out
+training records, with the noise of the full run. Then it fills the table with the best rate of each method. After
+every cell it rewrites <results>.json, <results>.md (mean and standard deviation over seeds) and <results>.png (score
+over epsilon). Cells in <results>.json are done, on any machine; empty the file to run them again.
 
-A cell that was interrupted goes on from its last checkpoint, if the file's `settings` have it save any; the steps that
-were lost are charged, so it ends with a little more noise. Without a checkpoint it begins anew, and its folder is
-emptied, ledger included. That is right for research on public data. On private data every run counts, those of the
-search too: add them up with `hf-private compose`.
+An interrupted cell continues from its last checkpoint, if `settings` in the file saves any; lost steps are charged, so
+it ends with slightly more noise. Without a checkpoint the cell starts again, and its folder is emptied, ledger
+included. This is right for research on public data. On private data every run counts, including those of the search:
+add them up with `hf-private compose`.
 """
 
 import argparse
@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 
 @dataclass
 class Cell:
-    """One run of the recipe: its name is its folder."""
+    """One run of the recipe; its name is the name of its folder."""
 
     name: str
     method: str
@@ -47,27 +47,29 @@ class Cell:
 
 
 class Sweep:
-    """What a file asks for, and where its cells lie."""
+    """The cells of a sweep file, and their results."""
 
     def __init__(self, path: str) -> None:
         self.plan = yaml.safe_load(Path(path).read_text())
-        if missing := {"title", "recipe", "config", "metrics", "runs", "results", "table"} - self.plan.keys():
-            raise SystemExit(f"{path} is no table: it has no `{min(missing)}`. See recipes/configs/sweep_digits.yaml.")
+        missing = {"title", "recipe", "config", "metrics", "runs", "results", "table"} - self.plan.keys()
+        if missing:
+            raise SystemExit(f"{path} must have a key `{min(missing)}`. See recipes/configs/sweep_digits.yaml.")
         self.plan["command"] = f"python recipes/sweep.py --config {path}"
         self.base = yaml.safe_load(Path(self.plan["config"]).read_text())
-        self.runs, self.results = Path(self.plan["runs"]), Path(self.plan["results"])
-        self.metrics: list[str] = self.plan["metrics"]  # the first one decides
+        self.runs = Path(self.plan["runs"])
+        self.results = Path(self.plan["results"])
+        self.metrics: list[str] = self.plan["metrics"]  # the first one selects learning rates
         self.methods = list(dict.fromkeys(method for row in self.plan["table"] for method in row["methods"]))
         self.best = {"max": max, "min": min}[self.plan.get("choose", "max")]
 
     def known(self) -> dict[str, dict[str, Any]]:
-        """Cells by name, as <results>.json has them: run here or on another machine."""
+        """Cells of <results>.json by name, run on this or another machine."""
         file = self.results.with_suffix(".json")
         content = json.loads(file.read_text() or "{}") if file.is_file() else {}
         return {cell["name"]: cell for part in ("tuning", "cells") for cell in content.get(part, [])}
 
     def tuning(self) -> list[Cell]:
-        """Short runs, one for each method and learning rate."""
+        """Short runs, one per method and learning rate."""
         tune = self.plan.get("tune")
         if not tune:
             return []
@@ -79,7 +81,7 @@ class Sweep:
         ]
 
     def table(self, tuned: list[Cell]) -> list[Cell]:
-        """The cells of the table, each with its method's best learning rate."""
+        """The cells of the table, each with the best learning rate of its method."""
         rates = {method: cell.settings["learning_rate"] for method, cell in self.chosen(tuned).items()}
         cells = []
         for row in self.plan["table"]:
@@ -91,7 +93,7 @@ class Sweep:
         return cells
 
     def chosen(self, tuned: list[Cell]) -> dict[str, Cell]:
-        """Each method's best short run, of those that are done."""
+        """The best finished short run of each method."""
         by_method: dict[str, list[Cell]] = {}
         for cell in tuned:
             if cell.result:
@@ -102,7 +104,7 @@ class Sweep:
         return cell.result["metrics"][self.metrics[0]]
 
     def load(self, cells: list[Cell]) -> list[Cell]:
-        """Look up which cells are done; returns the others."""
+        """Load the results of finished cells; return the others."""
         known = self.known()
         for cell in cells:
             folder, asked = self.runs / cell.name, self.asked(cell)
@@ -113,12 +115,13 @@ class Sweep:
         return [cell for cell in cells if cell.result is None]
 
     def settings(self, cell: Cell) -> dict[str, Any]:
-        """What the recipe is told, beside where to write."""
+        """The settings of the recipe, without its output folder."""
         return {"config": self.plan["config"], **self.plan.get("settings", {}), **cell.settings, "method": cell.method}
 
     def asked(self, cell: Cell) -> dict[str, Any]:
-        """All of a cell's settings, what its config file says besides in a hash; done with others, it is not done."""
-        settings, own = self.settings(cell), self.base.get("by_method", {}).get(cell.method) or {}
+        """The settings of a cell, and a hash of the rest of its file; with other settings it is not done."""
+        settings = self.settings(cell)
+        own = self.base.get("by_method", {}).get(cell.method) or {}
         files = [
             {k: v for k, v in part.items() if k not in settings} for part in (self.base | {"by_method": None}, own)
         ]
@@ -134,11 +137,11 @@ class Sweep:
         return [sys.executable, str(HERE / self.plan["recipe"]), *itertools.chain(*flags)]
 
     def prepared(self, cell: Cell) -> list[str]:
-        """Make the cell's folder, or find a checkpoint of the same cell in it; returns what resumes there."""
+        """Make the folder of a cell, or find its checkpoint there; return the options that resume it."""
         folder, asked = self.runs / cell.name, self.asked(cell)
         if folder.exists():
             if not (folder / "cell.json").is_file():
-                raise FileExistsError(f"{folder} is not of this sweep. Choose another `runs` folder.")
+                raise FileExistsError(f"{folder} was not made by this sweep. Choose another `runs` folder.")
             if _read(folder / "cell.json") == asked and any(folder.glob("checkpoint-*")):
                 return ["--resume_from_checkpoint", "True"]
             shutil.rmtree(folder)
@@ -147,16 +150,16 @@ class Sweep:
         return []
 
     def run(self, cell: Cell, progress: str) -> bool:
-        """Run one cell in a process of its own; its output goes to log.txt in its folder."""
+        """Run one cell in a separate process; its output goes to log.txt in its folder."""
         folder, resume = self.runs / cell.name, self.prepared(cell)
-        print(f"[{progress}] {cell.name} {'goes on ' if resume else ''}...", end=" ", flush=True)
+        print(f"[{progress}] {cell.name} {'(resumed) ' if resume else ''}...", end=" ", flush=True)
         start = time.perf_counter()
         with open(folder / "log.txt", "a") as log:
             command = self.command(cell) + resume
             code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
         took = (time.perf_counter() - start) / 60
         self.load([cell])
-        if cell.result and not self.plan.get("keep_models", False):  # the scores and the privacy record stay
+        if cell.result and not self.plan.get("keep_models", False):  # keeps the scores and the privacy statement
             for weights in folder.glob("*.safetensors"):
                 weights.unlink()
             for checkpoint in folder.glob("checkpoint-*"):
@@ -168,7 +171,7 @@ class Sweep:
         return True
 
     def write(self) -> None:
-        """Results so far as JSON, Markdown and a plot; those of sweeps beside this one too."""
+        """Write the results so far as JSON, Markdown and a plot, including those of parallel sweeps."""
         tuned = self.tuning()
         self.load(tuned)
         table = self.table(tuned)
@@ -181,7 +184,7 @@ class Sweep:
             [{"name": c.name, "asked": self.asked(c), **c.result} for c in part if c.result] for part in (tuned, table)
         ]
         content = {"rows": rows, "learning_rates": chosen, "tuning": done[0], "cells": done[1]}
-        part = self.results.with_name(f".{self.results.name}.{os.getpid()}")  # a sweep beside this one may be reading
+        part = self.results.with_name(f".{self.results.name}.{os.getpid()}")  # a parallel sweep may be reading
         part.write_text(json.dumps(content, indent=2) + "\n")
         part.replace(self.results.with_suffix(".json"))
         texts = shown_samples([c for c in table if c.result and c.seed == table[0].seed])
@@ -199,14 +202,15 @@ def _read(file: Path) -> Any:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="YAML file of the sweep")
-    parser.add_argument("--dry_run", action="store_true", help="only show the cells and their commands")
-    parser.add_argument("--methods", nargs="+", help="run these only; another sweep may run others at the same time")
+    parser.add_argument("--dry_run", action="store_true", help="only print the missing commands")
+    parser.add_argument("--methods", nargs="+", help="run only these; another sweep may run others in parallel")
     options = parser.parse_args(argv)
     sweep, failed = Sweep(options.config), []
     tuned = sweep.tuning()
     methods = options.methods or sweep.methods
-    if unknown := sorted(set(methods) - set(sweep.methods)):
-        parser.error(f"--methods must be of this table's ({', '.join(sweep.methods)}), got {', '.join(unknown)}")
+    unknown = sorted(set(methods) - set(sweep.methods))
+    if unknown:
+        parser.error(f"--methods must be in the table ({', '.join(sweep.methods)}), got {', '.join(unknown)}")
     for stage in ("tuning", "table"):
         cells = [cell for cell in (tuned if stage == "tuning" else sweep.table(tuned)) if cell.method in methods]
         missing = sweep.load(cells)

@@ -1,4 +1,4 @@
-"""What a sweep writes: its table as Markdown, and a plot of the score over epsilon."""
+"""Output of a sweep: its table as Markdown, and a plot of the score over epsilon."""
 
 import itertools
 import json
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def summary(cells: list, metrics: list[str]) -> list[dict[str, Any]]:
-    """One row for each method and epsilon: (mean, deviation) of every metric; none for one seed."""
+    """One row per method and epsilon, with (mean, standard deviation) of every metric; no deviation for one seed."""
     groups: dict[tuple, list] = {}
     for cell in cells:
         groups.setdefault((cell.method, cell.epsilon), []).append(cell)
@@ -25,7 +25,7 @@ def summary(cells: list, metrics: list[str]) -> list[dict[str, Any]]:
 
 
 def minutes(result: dict[str, Any]) -> float:
-    """Wall time of a run; of one that was resumed, at the speed of the steps since."""
+    """Wall time of a run, extrapolated from the steps after a resume."""
     return result["train_seconds"] / 60 * result["steps"] / max(1, result["steps"] - result["resumed_at"])
 
 
@@ -35,7 +35,7 @@ def shown(value: tuple[float, float | None]) -> str:
 
 
 def markdown(plan: dict[str, Any], rows: list[dict], trials: list[tuple[str, float, float]], asked: int) -> str:
-    """The table, and the learning rates that were tried."""
+    """The table, and the learning rates of the search."""
     names = [metric.removeprefix("eval_").replace("_", " ") for metric in plan["metrics"]]
     lines = [
         f"# {plan['title']}", "", plan.get("note", "").strip(), "", f"`{plan['command']}`", "",
@@ -48,7 +48,8 @@ def markdown(plan: dict[str, Any], rows: list[dict], trials: list[tuple[str, flo
         epsilon = "not private" if row["epsilon"] is None else f"{row['epsilon']:g}"
         tail = f"{row['seeds']} | {row['learning_rate']:g} | {row['minutes']:.1f}"
         lines.append(f"| {row['method']} | {epsilon} | {scores} | {tail} |")
-    if reading := plan.get("reading", "").strip():  # what the table says, written by whoever has read it
+    reading = plan.get("reading", "").strip()  # an interpretation of the table, written by hand
+    if reading:
         lines += ["", reading]
     if trials:
         lines += ["", f"Learning rates tried ({names[0]} on held-out training records):", ""]
@@ -59,7 +60,7 @@ def markdown(plan: dict[str, Any], rows: list[dict], trials: list[tuple[str, flo
 
 
 def samples(folder: Path, most: int = 4) -> list[dict[str, str]]:
-    """What a model wrote, where the recipe kept it (generated.jsonl): a few meanings, spread over all of them."""
+    """A few generated texts from generated.jsonl, if the recipe wrote it, spread over all meanings."""
     file = folder / "generated.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     return rows[:: max(1, -(-len(rows) // most))]
@@ -78,14 +79,12 @@ def shown_samples(cells: list) -> str:
 
 
 def plot(plan: dict[str, Any], rows: list[dict], path: Path) -> None:
-    """The first metric over epsilon, a line for each method."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    """The first metric over epsilon, one line per method."""
+    from matplotlib.figure import Figure
 
     metric = plan["metrics"][0]
-    figure, axes = pyplot.subplots(figsize=(6, 4))
+    figure = Figure(figsize=(6, 4))
+    axes = figure.subplots()
     for method in dict.fromkeys(row["method"] for row in rows):
         points = sorted((row for row in rows if row["method"] == method), key=lambda row: row["epsilon"] or 0)
         means, spread = zip(*(row[metric] for row in points), strict=True)
@@ -98,4 +97,3 @@ def plot(plan: dict[str, Any], rows: list[dict], path: Path) -> None:
     axes.legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)

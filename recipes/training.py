@@ -1,4 +1,4 @@
-"""What the recipes share between the data and the score: the method put on a model, and what a run leaves behind."""
+"""What the recipes share: applying a method to a model, training, and saving the results."""
 
 import json
 import math
@@ -17,10 +17,10 @@ from hf_private.gradients.method import Method
 
 
 class RecipeTrainer(DPTrainer):
-    """DPTrainer that also knows DP-PowerSGD, which lives beside the recipes as the example of a new method."""
+    """DPTrainer with DP-PowerSGD, the example of a new method."""
 
     power_sgd_rank: int | None = None
-    steps_run = 0  # by this process, as against those of a run that it resumed
+    steps_run = 0  # by this process, without those before a resume
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         self.steps_run += 1
@@ -35,9 +35,9 @@ class RecipeTrainer(DPTrainer):
 
 
 def with_method(model: PreTrainedModel, options: RecipeOptions, **lora: Any) -> PreTrainedModel:
-    """The model as the method trains it: what is to stay frozen, and with adapters for LoRA.
+    """Freeze what `frozen_modules` matches, and add adapters for LoRA.
 
-    `lora`: what LoraConfig needs to know of the model, its `task_type` or `modules_to_save`.
+    `lora`: fields of LoraConfig that depend on the model, `task_type` or `modules_to_save`.
     """
     frozen = options.frozen_modules
     if frozen is not None:
@@ -48,7 +48,7 @@ def with_method(model: PreTrainedModel, options: RecipeOptions, **lora: Any) -> 
             parameter.requires_grad_(False)
     if options.method != "lora":
         return model
-    set_seed(0)  # the adapters' start, on every rank the same
+    set_seed(0)  # equal adapters on every rank
     settings = {"r": options.rank, "lora_alpha": 2 * options.rank, "target_modules": "all-linear", **lora}
     settings["exclude_modules"] = frozen
     whole = [*settings.pop("modules_to_save", []), *(options.modules_to_save or [])]
@@ -56,9 +56,9 @@ def with_method(model: PreTrainedModel, options: RecipeOptions, **lora: Any) -> 
 
 
 def train(trainer: RecipeTrainer, options: RecipeOptions) -> dict[str, float]:
-    """Train, from a checkpoint if `--resume_from_checkpoint` names one (True: the last); returns what it took.
+    """Train, from a checkpoint if `--resume_from_checkpoint` names one (True: the last).
 
-    `train_seconds` is this process's wall time: after a resume, that of the steps from `resumed_at` on.
+    Returns `train_seconds`, the wall time of this process, and `resumed_at`, the step at which it started.
     """
     if options.method == "powersgd":
         trainer.power_sgd_rank = options.rank
@@ -71,7 +71,7 @@ def train(trainer: RecipeTrainer, options: RecipeOptions) -> dict[str, float]:
 
 
 def finish(trainer: RecipeTrainer, options: RecipeOptions, metrics: dict[str, float], took: dict[str, float]) -> dict:
-    """Save the model with its card, and the scores as results.json; show them."""
+    """Save the model with its card, and the scores as results.json; print them."""
     trainer.save_model()
     report, args = trainer.privacy_spent(), trainer.args
     metrics = {name: value for name, value in metrics.items() if name.startswith("eval_") and "_per_" not in name}

@@ -1,6 +1,6 @@
-"""Train an image classifier with differential privacy: a small ViT or a Wide ResNet, or any ViT of the Hub.
+"""Train an image classifier with differential privacy: a small ViT, a Wide ResNet, or a ViT from the Hub.
 
-    # offline: scikit-learn's digits (1,797 images of 8 x 8), minutes on two cores
+    # offline: the digits of scikit-learn (1,797 images of 8 x 8), half a minute on one core
     python recipes/vision.py --config recipes/configs/digits.yaml --method rgp --output_dir outputs/digits_rgp
 
     # CIFAR-10 and SVHN with WRN28-4 as in the papers on RGP and LSG, on four GPUs
@@ -11,9 +11,9 @@
     # a pretrained ViT, images scaled to its size
     accelerate launch recipes/vision.py --config recipes/configs/cifar10_vit.yaml --output_dir outputs/cifar10_vit
 
-Data: digits come with scikit-learn; CIFAR-10 and SVHN from the Hub, or from train.npz and test.npz (`images` uint8 of
-shape (n, H, W) or (n, H, W, C), and `labels`) in `--data_dir` or HF_PRIVATE_DATA. The output folder gets the model,
-its card, and results.json. GEP takes anchors from `--anchor_data file.npz`, for digits from numerals in a font.
+Data: digits are part of scikit-learn; CIFAR-10 and SVHN come from the Hub, or from train.npz and test.npz (`images`
+uint8 of shape (n, H, W) or (n, H, W, C), and `labels`) in `--data_dir` or HF_PRIVATE_DATA. The output folder gets the
+model, its card, and results.json. GEP reads anchors from `--anchor_data file.npz`; for digits it draws numerals.
 """
 
 import os
@@ -43,7 +43,7 @@ METRICS = Path(__file__).parent / "metrics"
 
 
 class Task(NamedTuple):
-    """Where a dataset lies on the Hub, and its columns there."""
+    """The name of a dataset on the Hub, and its columns there."""
 
     hub: tuple[str, ...]
     image: str = "img"
@@ -51,7 +51,7 @@ class Task(NamedTuple):
 
 
 TASKS = {
-    "digits": None,  # comes with scikit-learn
+    "digits": None,  # part of scikit-learn
     "cifar10": Task(("uoft-cs/cifar10",)),
     "svhn": Task(("ufldl-stanford/svhn", "cropped_digits"), image="image"),
 }
@@ -64,15 +64,15 @@ class VisionOptions(RecipeOptions):
     task: str = field(default="digits", metadata={"help": "Dataset.", "choices": list(TASKS)})
     model_name_or_path: str = field(
         default="vit-tiny",
-        metadata={"help": "vit-tiny or wrn<depth>-<widen>, from scratch; else a Hub name or folder of a ViT."},
+        metadata={"help": "vit-tiny or wrn<depth>-<widen>, from scratch; or a Hub name or folder of a ViT."},
     )
     augment: bool = field(default=False, metadata={"help": "Flip and shift training images at random."})
 
 
 class Images(torch.utils.data.Dataset):
-    """Images as records: scaled to [-1, 1], to `size` if it differs, and moved about if asked for.
+    """Images with values in [-1, 1], resized to `size`, with random flips and shifts if `augment` is set.
 
-    `name` is what the card calls them; it looks where `datasets` keeps it.
+    The card shows `name`, which it finds in `info` as for `datasets`.
     """
 
     def __init__(
@@ -81,7 +81,9 @@ class Images(torch.utils.data.Dataset):
         self.info = DatasetInfo(dataset_name=name)
         images = torch.from_numpy(np.ascontiguousarray(images))
         self.images = images[:, None] if images.dim() == 3 else images.permute(0, 3, 1, 2)
-        self.labels, self.size, self.augment = labels, size, augment
+        self.labels = labels
+        self.size = size
+        self.augment = augment
 
     def __len__(self) -> int:
         return len(self.images)
@@ -99,7 +101,7 @@ class Images(torch.utils.data.Dataset):
 
 
 def read_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Images and labels of a local file; without labels they are zeros (anchors need none)."""
+    """Images and labels of a local file; zeros if it has no labels (anchors need none)."""
     with np.load(path) as file:  # never unpickles
         images = file["images"]
         return images, file["labels"] if "labels" in file else np.zeros(len(images), int)
@@ -123,13 +125,13 @@ def load_arrays(task: str, split: str, data_dir: str | None) -> tuple[np.ndarray
     except Exception as error:
         raise FileNotFoundError(
             f"No {split} data for {task}: no {split}.npz in {folder or '`--data_dir` (not given)'}, and the Hub cannot"
-            f" be reached ({type(error).__name__}). Give `--data_dir FOLDER`, or take --task digits, which needs none."
+            f" be reached ({type(error).__name__}). Pass `--data_dir FOLDER`, or use --task digits, which needs none."
         ) from error
     return np.stack([np.asarray(image) for image in records[TASKS[task].image]]), np.array(records[TASKS[task].label])
 
 
 def drawn_numerals(count: int) -> np.ndarray:
-    """Public stand-ins for digits: 8 x 8 numerals in a font, at random sizes, places and strengths, (n, 8, 8)."""
+    """Public numerals (n, 8, 8), drawn with a font at random sizes, places and intensities."""
     from PIL import Image, ImageDraw, ImageFont
 
     draw, made = np.random.default_rng(0), []
@@ -144,7 +146,7 @@ def drawn_numerals(count: int) -> np.ndarray:
 
 
 def make_model(name: str, size: int, channels: int, classes: int) -> PreTrainedModel:
-    """A small network from scratch, or a pretrained one with a fresh head."""
+    """A small network from scratch, or a pretrained one with a new head."""
     shape = {"image_size": size, "num_channels": channels, "num_labels": classes}
     if name == "vit-tiny":
         config = ViTConfig(
@@ -159,7 +161,7 @@ def make_model(name: str, size: int, channels: int, classes: int) -> PreTrainedM
 
 
 class ImageTrainer(RecipeTrainer):
-    """Checks itself at the start on noise of the images' shape, whatever the network."""
+    """Runs the self-check on noise with the shape of the images."""
 
     def public_batch(
         self, batch_size: int, length: int, generator: torch.Generator | None = None

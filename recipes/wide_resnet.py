@@ -1,5 +1,8 @@
-"""Wide ResNet (Zagoruyko & Komodakis 2016) as a Transformers model, with group normalisation: batch normalisation
-would mix records. WRN28-4 for CIFAR-10 and SVHN, as in the papers on RGP and LSG."""
+"""Wide ResNet (Zagoruyko and Komodakis 2016) as a Transformers model.
+
+It uses group normalisation, because batch normalisation mixes records. The papers on RGP and LSG use WRN28-4 for
+CIFAR-10 and SVHN.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +12,7 @@ from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
 
 
 class WideResNetConfig(PretrainedConfig):
-    """Depth (6n + 4), widening factor, and the images' shape."""
+    """Depth (6n + 4), widening factor, and the shape of the images."""
 
     model_type = "wide_resnet"
 
@@ -18,13 +21,16 @@ class WideResNetConfig(PretrainedConfig):
     ) -> None:
         if (depth - 4) % 6:
             raise ValueError(f"`depth` must be 6 n + 4, got {depth}.")
-        self.depth, self.widen, self.groups = depth, widen, groups
-        self.image_size, self.num_channels = image_size, num_channels
+        self.depth = depth
+        self.widen = widen
+        self.groups = groups
+        self.image_size = image_size
+        self.num_channels = num_channels
         super().__init__(**kwargs)
 
 
 class Block(nn.Module):
-    """Normalise, ReLU, convolve, twice; added to the input, or to its 1x1 convolution where the shape changes."""
+    """Norm, ReLU, convolution, twice; added to the input, or to its 1x1 convolution if the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, groups: int) -> None:
         super().__init__()
@@ -97,7 +103,7 @@ def class_losses(outputs: ImageClassifierOutputWithNoAttention, labels: Tensor) 
 def made_up_images(
     config: PretrainedConfig, batch_size: int, generator: torch.Generator | None, device: torch.device
 ) -> dict[str, Tensor]:
-    """A batch of noise with labels, for DPTrainer's self-check."""
+    """A batch of noise with labels, for the self-check of DPTrainer."""
     generator = generator or torch.Generator().manual_seed(0)
     shape = (batch_size, config.num_channels, config.image_size, config.image_size)
     labels = torch.randint(config.num_labels, (batch_size,), generator=generator)

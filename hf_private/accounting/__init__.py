@@ -1,1 +1,7 @@
-"""What private steps cost, and how much noise or how many steps a budget allows."""
+"""The epsilon of private steps, and how much noise or how many steps a budget allows.
+
+The names are here, without imports, so that the command line can list them quickly.
+"""
+
+ACCOUNTANT_NAMES = ("prv", "pld", "rdp")  # the rows of `accountants.ACCOUNTANTS`
+LAWS = ("fixed", "geometric", "logarithmic")  # how the number of tuning runs is chosen, see composition.py

@@ -1,8 +1,8 @@
 """The accountants: each is a function from settings to bounds on epsilon, and a row in `ACCOUNTANTS`.
 
-All price Poisson-sampled Gaussian releases when one record is added or removed. RDP is quick and loose, PLD is tight
-and covers both directions, PRV is tight with a certified error. A newcomer writes one function and one row, and the
-reports show it from then on.
+All of them bound the epsilon of Poisson-sampled Gaussian releases when one record is added or removed. RDP is fast and
+loose, PLD is tight and covers both directions, PRV is tight with a certified error. To add an accountant, write one
+function and one row: reports then include it.
 """
 
 import math
@@ -19,11 +19,11 @@ from .prv import MAX_POINTS, AccountantError, grid_points, privacy_loss, prv_bou
 Settings = tuple[tuple[float, float, int], ...]  # (sample rate, noise multiplier, steps), distinct, sorted, all > 0
 Bounds = tuple[float, float, float]  # (lower, estimate, upper) of epsilon
 
-PATIENCE = 2_000_000  # points of a PRV grid, ten seconds or so
+MAX_DEFAULT_POINTS = 2_000_000  # points of a PRV grid that takes about ten seconds
 FAILURES = (AccountantError, ArithmeticError, MemoryError, ValueError)
 
 
-# ---- RDP: Mironov, Talwar, Zhang 2019 (arXiv:1908.10530). Removing a record costs no less than adding one.
+# ---- RDP: Mironov, Talwar, Zhang 2019 (arXiv:1908.10530). Removing a record costs at least as much as adding one.
 
 FRACTIONS = np.array([1 + x / 10 for x in range(1, 100) if x % 10])
 WHOLES = np.array([*range(2, 65), 72, 96, 128, 192, 256, 384, 512, 1024, 4096, 16384])
@@ -33,12 +33,12 @@ ORDERS = np.concatenate([FRACTIONS, WHOLES])
 @lru_cache(maxsize=4096)
 def rdp_curve(q: float, sigma: float) -> np.ndarray:
     """RDP of one step at `ORDERS`, shape (orders,): exact sums at whole orders, quadrature to ~1e-12 at the others."""
-    if q == 1 or sigma < 0.05:  # no amplification: always valid, and nobody trains with so little noise
+    if q == 1 or sigma < 0.05:  # without amplification: a valid bound, and so little noise is not used in practice
         with np.errstate(divide="ignore", over="ignore"):
             curve = ORDERS / np.float64(2 * sigma**2)
     else:
-        # E of exp(order * loss(x)) over x ~ N(0, s^2): its mass sits around x <= order, 14 s of tail are below 1e-42,
-        # and the trapezoid rule converges exponentially at this step (see prv.Truncated.mean)
+        # The mean of exp(order * loss(x)) over x ~ N(0, s^2). Its mass lies around x <= order, tails beyond 14 s are
+        # below 1e-42, and the trapezoid rule converges exponentially at this step (see prv.Truncated.mean).
         step = min(sigma / 20, sigma**2 / 2)
         x = np.arange(-14 * sigma, FRACTIONS[-1] + 14 * sigma, step)
         exponents = FRACTIONS[:, None] * privacy_loss(x, q, sigma) - x**2 / (2 * sigma**2)
@@ -49,23 +49,29 @@ def rdp_curve(q: float, sigma: float) -> np.ndarray:
             log_weights = log_binomial + i * math.log(q) + (order - i) * math.log1p(-q)
             logs.append(logsumexp(log_weights + (i * i - i) / (2 * sigma**2), keepdims=True))
         curve = np.maximum(np.concatenate(logs), 0) / (ORDERS - 1)
-    curve.flags.writeable = False  # it is shared by the cache
+    curve.flags.writeable = False  # the cache shares it
     return curve
 
 
-def _composed_rdp(settings: Settings) -> np.ndarray:
-    return sum(n * rdp_curve(q, sigma) for q, sigma, n in settings)
+def composed_rdp(settings: Settings) -> np.ndarray:
+    """RDP of all steps together at `ORDERS`, shape (orders,)."""
+    return sum((n * rdp_curve(q, sigma) for q, sigma, n in settings), np.zeros_like(ORDERS))
+
+
+def rdp_to_epsilon(rdp: np.ndarray, delta: float) -> float:
+    """Conversion at the best order: Proposition 12 of Canonne, Kamath, Steinke 2020 (arXiv:2004.00010)."""
+    slack = np.log1p(-1 / ORDERS) - np.log(delta * ORDERS) / (ORDERS - 1)
+    return max(0.0, float(np.min(rdp + slack)))
 
 
 def rdp_epsilon(settings: Settings, delta: float) -> float:
-    """Conversion at the best order: Proposition 12 of Canonne, Kamath, Steinke 2020 (arXiv:2004.00010)."""
-    slack = np.log1p(-1 / ORDERS) - np.log(delta * ORDERS) / (ORDERS - 1)
-    return max(0.0, float(np.min(_composed_rdp(settings) + slack)))
+    """Upper bound of epsilon by RDP."""
+    return rdp_to_epsilon(composed_rdp(settings), delta)
 
 
 def rdp_delta(settings: Settings, epsilon: float) -> float:
-    """The same conversion, solved for delta."""
-    logs = (ORDERS - 1) * (_composed_rdp(settings) - epsilon + np.log1p(-1 / ORDERS)) - np.log(ORDERS)
+    """Upper bound of delta by RDP: the same conversion, solved for delta."""
+    logs = (ORDERS - 1) * (composed_rdp(settings) - epsilon + np.log1p(-1 / ORDERS)) - np.log(ORDERS)
     return math.exp(min(0.0, float(np.min(logs))))
 
 
@@ -74,20 +80,21 @@ def rdp_delta(settings: Settings, epsilon: float) -> float:
 
 @lru_cache(maxsize=2)
 def loss_distribution(settings: Settings, records: int = 1) -> pld.PrivacyLossDistribution:
-    """Composed privacy loss when a person's `records` records, each sampled on its own, are added or removed.
+    """Composed privacy loss when a person's `records` records, each sampled independently, are added or removed.
 
-    Of k records Binomial(k, q) are drawn, so the sum moves by 0..k: a mixture of Gaussians (arXiv:2310.15526, 4.7).
+    A sample holds Binomial(k, q) of k records, so the sum moves by 0..k: a mixture of Gaussians (arXiv:2310.15526,
+    section 4.7).
     """
     worst = all_at_once(settings, records)
     reach = max(rdp_epsilon(worst, 1e-15), *(1 / (2 * sigma**2) + 10 / sigma for _, sigma, _ in worst))
-    # a mixture's loss is inverted point by point, slowly: its grid is as fine as the steps demand, no finer
+    # The loss of a mixture is inverted point by point, which is slow: its grid is only as fine as the steps require.
     interval = 1e-4 if records == 1 else min(1e-2, 0.05 / math.sqrt(sum(n for *_, n in settings)))
     interval = max(interval, 2 * reach / MAX_POINTS)
     if not interval <= 1e-2:
         raise AccountantError(f"needs a grid that reaches {reach:.3g}")
     composed = pld.identity(value_discretization_interval=interval)
     for q, sigma, n in settings:
-        if q == 1 and records == 1:  # n Gaussian releases are one with less noise, exactly
+        if q == 1 and records == 1:  # n Gaussian releases are exactly one release with less noise
             phase = _one_step(1.0, sigma / math.sqrt(n), interval, records)
         else:
             phase = _one_step(q, sigma, interval, records).self_compose(n)
@@ -97,46 +104,48 @@ def loss_distribution(settings: Settings, records: int = 1) -> pld.PrivacyLossDi
 
 @lru_cache(maxsize=8)
 def _one_step(q: float, sigma: float, interval: float, records: int) -> pld.PrivacyLossDistribution:
-    """Privacy loss of one step. Kept, for a run asks again with more steps at every save."""
+    """Privacy loss of one step, cached because a run asks again with more steps at every save."""
     if records > 1:
-        drawn = np.arange(records + 1)
-        chances = binom.pmf(drawn, records, q)
+        sampled = np.arange(records + 1)
+        probabilities = binom.pmf(sampled, records, q)
         return pld.from_mixture_gaussian_mechanism(
-            sigma, list(drawn), list(chances / chances.sum()), value_discretization_interval=interval
+            sigma, list(sampled), list(probabilities / probabilities.sum()), value_discretization_interval=interval
         )
     return pld.from_gaussian_mechanism(sigma, sampling_prob=q, value_discretization_interval=interval)
 
 
 def all_at_once(settings: Settings, records: int) -> Settings:
-    """Settings that cost no less than `records` records per person: whenever one might be drawn, all are."""
+    """Settings that cost at least as much as `records` records per person: all are in the sample, or none."""
     return tuple((min(1.0, records * q), sigma / records, n) for q, sigma, n in settings)
 
 
 @lru_cache(maxsize=1024)
 def group_epsilon(settings: Settings, delta: float, records: int) -> float:
-    """Upper bound of epsilon for a person with `records` records: by PLD, or RDP of the worst case where PLD fails."""
+    """Upper bound of epsilon for a person with `records` records, by PLD; by RDP of the worst case if PLD fails."""
     try:
         return float(loss_distribution(settings, records).get_epsilon_for_delta(delta))
     except FAILURES:
         return rdp_epsilon(all_at_once(settings, records), delta)
 
 
-# ---- PRV: how wide, how fine; the work is in prv.py
+# ---- PRV: the range and resolution of its grid; prv.py does the computation
 
 
 def _domain(settings: Settings, delta: float, eps_error: float) -> float:
     """Privacy loss beyond which the mass is below PRV's numerical error (Remark 5.6 of the PRV paper)."""
-    error, steps = delta / 1000, sum(n for *_, n in settings)
+    error = delta / 1000
+    steps = sum(n for *_, n in settings)
     singles = (rdp_epsilon(((q, sigma, 1),), error / 8 / steps) for q, sigma, _ in settings)
     return max(rdp_epsilon(settings, error / 4), *singles, eps_error) + 3
 
 
 def default_eps_error(settings: Settings, delta: float) -> float:
-    """PRV's half-width: 1% of epsilon up to 0.01, then 0.1%; coarser only where its grid would take long."""
+    """PRV's half-width: 1 % of epsilon up to 0.01, then 0.1 %; coarser only where the grid would take too long."""
     percent = rdp_epsilon(settings, delta) / 100
     eps_error = max(0.002, min(percent, max(0.01, percent / 10)))
-    steps, domain = sum(n for *_, n in settings), _domain(settings, delta, eps_error)
-    while grid_points(steps, delta, eps_error, domain) > PATIENCE and eps_error < max(0.1, percent):
+    steps = sum(n for *_, n in settings)
+    domain = _domain(settings, delta, eps_error)
+    while grid_points(steps, delta, eps_error, domain) > MAX_DEFAULT_POINTS and eps_error < max(0.1, percent):
         eps_error *= 2
     return eps_error
 
@@ -145,10 +154,10 @@ def default_eps_error(settings: Settings, delta: float) -> float:
 
 
 def _prv(settings: Settings, delta: float, eps_error: float) -> Bounds:
-    bounds = prv_bounds(settings, delta, eps_error, _domain(settings, delta, eps_error))
-    if bounds[0] > rdp_epsilon(settings, delta) + 1e-6:
-        raise AccountantError(f"claims epsilon >= {bounds[0]:.6g}, above RDP's upper bound")
-    return tuple(max(bound, 0.0) for bound in bounds)
+    lower, estimate, upper = prv_bounds(settings, delta, eps_error, _domain(settings, delta, eps_error))
+    if lower > rdp_epsilon(settings, delta) + 1e-6:
+        raise AccountantError(f"claims epsilon >= {lower:.6g}, above RDP's upper bound")
+    return max(lower, 0.0), max(estimate, 0.0), max(upper, 0.0)
 
 
 def _pld(settings: Settings, delta: float, eps_error: float) -> Bounds:
@@ -162,14 +171,16 @@ def _rdp(settings: Settings, delta: float, eps_error: float) -> Bounds:
 
 
 ACCOUNTANTS: dict[str, Callable[[Settings, float, float], Bounds]] = {"prv": _prv, "pld": _pld, "rdp": _rdp}
-SECOND_OPINIONS = {"prv": ("pld",)}  # PRV prices the removal of a record only; PLD prices its addition too
+SECOND_OPINIONS = {"prv": ("pld",)}  # PRV covers the removal of a record only; PLD covers its addition too
 
 
 @lru_cache(maxsize=1024)
 def bounds_by(name: str, settings: Settings, delta: float, eps_error: float) -> Bounds | str:
-    """Bounds by one accountant, or the reason why it has none."""
+    """Bounds by one accountant, or the reason why it failed."""
     try:
         bounds = ACCOUNTANTS[name](settings, delta, eps_error)
     except FAILURES as error:
         return f"{name} failed: {error}"
-    return f"{name} failed: returned {bounds}" if any(map(math.isnan, bounds)) else bounds
+    if any(map(math.isnan, bounds)):
+        return f"{name} failed: returned {bounds}"
+    return bounds

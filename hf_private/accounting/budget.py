@@ -1,8 +1,8 @@
 """What a run has spent, and how much noise or how many steps a budget allows.
 
-The unit is one record (or a person with up to `records_per_unit` of them), neighbours differ by adding or removing it,
-sampling is Poisson. Anything else, and any release without noise, costs infinity. The accountants themselves are in
-accountants.py.
+The privacy unit is one record (or a person with up to `records_per_unit` records), neighbouring datasets differ by
+adding or removing one unit, and sampling is Poisson. Other sampling, and any release without noise, has an infinite
+epsilon. The accountants are in accountants.py.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from scipy.optimize import brentq
+from scipy.optimize import root_scalar
 
 from hf_private._validate import integer_at_least, non_negative, one_of, positive, probability
 
@@ -23,8 +23,8 @@ class BudgetExceeded(RuntimeError):
     """The privacy budget does not allow what was asked."""
 
 
-def _settings(events: Iterable[Event]) -> Settings | None:
-    """Distinct settings in a fixed order, so that one history has one epsilon; None if only infinity is true of it."""
+def settings_of(events: Iterable[Event]) -> Settings | None:
+    """Distinct settings in a fixed order, so that one history has one epsilon; None if its epsilon is infinite."""
     steps: dict[tuple[float, float], int] = {}
     for event in events:
         if event.steps == 0:
@@ -39,9 +39,11 @@ def _settings(events: Iterable[Event]) -> Settings | None:
 def _upper(
     name: str, settings: Settings | None, delta: float, eps_error: float | None = None, records: int = 1
 ) -> float:
-    """Upper bound by one accountant, or the largest of the others where it fails."""
+    """Upper bound by one accountant, or the largest bound of the others if it fails."""
+    if settings is None:
+        return math.inf
     if not settings:
-        return math.inf if settings is None else 0.0
+        return 0.0
     if records > 1:
         return accountants.group_epsilon(settings, delta, records)
     eps_error = eps_error or accountants.default_eps_error(settings, delta)
@@ -65,10 +67,9 @@ class EpsilonReport:
     note: str = ""
 
     def __str__(self) -> str:
-        others = ", ".join(f"{name.upper()} {bounds[2]:.3f}" for name, bounds in self.bounds.items())
-        return f"epsilon {self.epsilon:.3f} at delta {self.delta:g} (upper bounds: {others})" + (
-            f"; {self.note}" if self.note else ""
-        )
+        uppers = ", ".join(f"{name.upper()} {bounds[2]:.3f}" for name, bounds in self.bounds.items())
+        note = f"; {self.note}" if self.note else ""
+        return f"epsilon {self.epsilon:.3f} at delta {self.delta:g} (upper bounds: {uppers}){note}"
 
     @property
     def prv(self) -> Bounds | None:
@@ -91,42 +92,45 @@ def epsilon(
 ) -> EpsilonReport:
     """Epsilon of everything in `events`, by all accountants.
 
-    The number to publish is the chosen accountant's upper bound; for "prv" it is the larger of PRV's upper bound and
-    PLD. If the chosen accountant fails it is the largest bound of the others, and `note` says so.
+    The number to publish is the chosen accountant's upper bound; for "prv" it is the larger of PRV's and PLD's upper
+    bounds. If the chosen accountant fails, it is the largest bound of the others, and `note` says so.
 
     >>> report = epsilon([Event(0.01, (1.0,), steps=1000)], delta=1e-5)
     >>> print(report)
     epsilon 1.838 at delta 1e-05 (upper bounds: PRV 1.838, PLD 1.828, RDP 2.101)
     """
     _check(delta, accountant, eps_error)
-    settings = _settings(events)
+    settings = settings_of(events)
     if not settings:
-        value, note = (0.0, "") if settings is not None else (math.inf, "a step without noise, or of unknown sampling")
+        value = math.inf if settings is None else 0.0
+        note = "a step without noise, or of unknown sampling" if settings is None else ""
         return EpsilonReport(delta, value, accountant, 0.0, 0.0, dict.fromkeys(ACCOUNTANTS, (value,) * 3), note)
     width = eps_error or accountants.default_eps_error(settings, delta)
     results = {name: bounds_by(name, settings, delta, width) for name in ACCOUNTANTS}
     bounds = {name: result for name, result in results.items() if not isinstance(result, str)}
     notes = [result for result in results.values() if isinstance(result, str)]
-    if not {*_voices(accountant)} <= bounds.keys():
-        notes.append(f"epsilon is the largest bound by {', '.join(bounds) or 'nobody: infinity'}")
-    value = max(_upper(name, settings, delta, width) for name in _voices(accountant))
+    if not bounds:
+        notes.append("epsilon is infinite because every accountant failed")
+    elif not bounds.keys() >= set(_enforced(accountant)):
+        notes.append(f"epsilon is the largest bound by {', '.join(bounds)}")
+    value = max(_upper(name, settings, delta, width) for name in _enforced(accountant))
     return EpsilonReport(delta, value, accountant, width, delta / 1000, bounds, "; ".join(notes))
 
 
 def epsilon_of(
     events: Iterable[Event], delta: float, accountant: str = "prv", eps_error: float | None = None
 ) -> float:
-    """Upper bound of epsilon by one accountant alone (by the others where it fails).
+    """Upper bound of epsilon by one accountant alone (by the others if it fails).
 
     >>> round(epsilon_of([Event(1.0, (50.0,), steps=100)], 1e-5, "pld"), 4)
     0.7255
     """
     _check(delta, accountant, eps_error)
-    return _upper(accountant, _settings(events), delta, eps_error)
+    return _upper(accountant, settings_of(events), delta, eps_error)
 
 
 def quick_epsilon(events: Iterable[Event], delta: float) -> float:
-    """RDP's upper bound, in milliseconds, for logs.
+    """Upper bound of epsilon by RDP, computed in milliseconds, for logs.
 
     >>> round(quick_epsilon([Event(0.01, (1.0,), steps=1000)], 1e-5), 4)
     2.1014
@@ -135,7 +139,7 @@ def quick_epsilon(events: Iterable[Event], delta: float) -> float:
 
 
 def group_epsilon(events: Iterable[Event], delta: float, records_per_unit: int) -> float:
-    """Epsilon of a person with up to `records_per_unit` records, each sampled on its own.
+    """Epsilon of a person with up to `records_per_unit` records, each sampled independently.
 
     >>> f"{group_epsilon([Event(1.0, (20.0,))], 1e-5, 2):.2f}", f"{epsilon_of([Event(1.0, (10.0,))], 1e-5, 'pld'):.2f}"
     ('0.34', '0.34')
@@ -144,17 +148,18 @@ def group_epsilon(events: Iterable[Event], delta: float, records_per_unit: int) 
     integer_at_least(1, records_per_unit=records_per_unit)
     if records_per_unit == 1:
         return epsilon(events, delta).epsilon
-    return _upper("pld", _settings(events), delta, records=records_per_unit)
+    return _upper("pld", settings_of(events), delta, records=records_per_unit)
 
 
 def delta_curve(events: Iterable[Event], epsilons: Iterable[float]) -> list[tuple[float, float]]:
-    """Upper bound of delta at each epsilon, by PLD (by RDP where PLD fails).
+    """Upper bound of delta at each epsilon, by PLD (by RDP if PLD fails).
 
     >>> [(eps, f"{delta:.1e}") for eps, delta in delta_curve([Event(1.0, (1.0,))], [1.0, 4.0])]
     [(1.0, '1.3e-01'), (4.0, '4.7e-05')]
     """
-    epsilons, settings = [float(eps) for eps in epsilons], _settings(events)
+    epsilons = [float(eps) for eps in epsilons]
     non_negative(**{f"epsilons[{i}]": eps for i, eps in enumerate(epsilons)})
+    settings = settings_of(events)
     if not settings:
         return [(eps, 1.0 if settings is None else 0.0) for eps in epsilons]
     try:
@@ -173,7 +178,7 @@ def calibrate(
     spent: Iterable[Event] = (),
     records_per_unit: int = 1,
 ) -> float:
-    """Smallest noise multiplier, rounded up to 6 decimals, that keeps `steps` steps and all that is `spent` in budget.
+    """Smallest noise multiplier, rounded up to 6 decimals, that keeps `spent` and `steps` more steps within budget.
 
     >>> calibrate(3.0, 1e-5, sample_rate=0.01, steps=1000, accountant="rdp")
     0.864603
@@ -186,36 +191,39 @@ def calibrate(
             "`target_epsilon` must be finite, got inf. Set `noise_multiplier=0` to train without privacy."
         )
     spent = tuple(spent)
-    goal = target_epsilon * (1 - 1e-7)  # another machine's last digits must not lift the claim above the target
+    goal = target_epsilon * (1 - 1e-7)  # rounding on another machine must not lift the claim above the target
 
-    def plan(sigma: float) -> Settings | None:
-        return _settings((*spent, Event(sample_rate, (sigma,), steps)))
+    def plan(sigma: float) -> Settings:
+        settings = settings_of((*spent, Event(sample_rate, (sigma,), steps)))
+        assert settings is not None  # `spent` is finite, as checked below, and sigma > 0
+        return settings
 
     def excess(name: str, settings: Settings | None, coarse: int = 1) -> float:
         fine = accountants.default_eps_error(settings, target_delta) if settings else 0.0
         return _upper(name, settings, target_delta, coarse * fine, records_per_unit) - (coarse - 1) * fine - goal
 
-    voices = _voices(accountant, records_per_unit)
-    already = max(excess(name, _settings(spent)) for name in voices)
+    first, *others = _enforced(accountant, records_per_unit)
+    already = max(excess(name, settings_of(spent)) for name in (first, *others))
     if already >= 0:
         raise BudgetExceeded(
             f"no noise multiplier fits: epsilon {already + goal:.6g} of `target_epsilon` {target_epsilon:g} is "
-            "spent already. Raise `target_epsilon`, or stop here."
+            "already spent. Raise `target_epsilon`, or stop here."
         )
     guess, spread = 1.0, 0.5
-    # RDP is cheap and not far off, but it may see no way where the others do
+    # RDP is fast and close, but it may find no solution where the other accountants do.
     with contextlib.suppress(BudgetExceeded):
         rdp = accountants.rdp_epsilon
         guess = _smallest(lambda s: rdp(all_at_once(plan(s), records_per_unit), target_delta) - goal)
         spread = 0.1
-    if voices[0] == "prv":  # a coarse grid comes close, at a tenth of the price
-        guess, spread = _smallest(lambda s: excess("prv", plan(s), coarse=10), guess, spread), 2e-4
-    sigma = _smallest(lambda s: excess(voices[0], plan(s)), guess, spread)
-    for name in voices[1:]:
+    if first == "prv":  # a coarse grid comes close in a tenth of the time
+        guess = _smallest(lambda s: excess("prv", plan(s), coarse=10), guess, spread)
+        spread = 2e-4
+    sigma = _smallest(lambda s: excess(first, plan(s)), guess, spread)
+    for name in others:
         if excess(name, plan(sigma)) > 0:
             sigma = _smallest(lambda s, name=name: excess(name, plan(s)), sigma, spread)
     sigma, up = math.ceil(sigma * 1e6) / 1e6, 1e-6
-    while any(excess(name, plan(sigma)) > 0 for name in voices):
+    while any(excess(name, plan(sigma)) > 0 for name in (first, *others)):
         sigma, up = round(sigma + up, 6), 2 * up
     return sigma
 
@@ -230,9 +238,9 @@ def steps_within(
     at_most: int,
     records_per_unit: int = 1,
 ) -> int:
-    """Largest number of further charges of `event`, up to `at_most`, that the budget allows on top of what is `spent`.
+    """Largest number of further charges of `event`, up to `at_most`, that the budget allows after `spent`.
 
-    Ask once per phase; the check before each step is then a comparison of two integers.
+    Call it once per phase: the check before each step is then a comparison of two integers.
 
     >>> steps_within(2.0, 1e-5, Event(0.01, (1.0,)), accountant="rdp", at_most=10_000)
     881
@@ -247,15 +255,18 @@ def steps_within(
 
     def excess(name: str, charges: int) -> float:
         plan = (*spent, Event(event.sample_rate, event.releases, charges * event.steps, event.sampling))
-        return min(_upper(name, _settings(plan), delta, records=records_per_unit) - target_epsilon, 1e6)
+        return min(_upper(name, settings_of(plan), delta, records=records_per_unit) - target_epsilon, 1e6)
 
     fit = at_most
-    for name in _voices(accountant, records_per_unit):
+    for name in _enforced(accountant, records_per_unit):
         if fit == 0 or excess(name, fit) <= 0:
             continue
         if excess(name, 0) > 0 or excess(name, 1) > 0:
             return 0
-        fit = int(brentq(lambda n, name=name: excess(name, round(n)), 1, fit, xtol=0.5)) if excess(name, 1) < 0 else 1
+        if excess(name, 1) == 0:
+            fit = 1
+        else:
+            fit = int(_root(lambda n, name=name: excess(name, round(n)), 1, fit, xtol=0.5))
         while excess(name, fit) > 0:
             fit -= 1
         while fit < at_most and excess(name, fit + 1) <= 0:
@@ -263,25 +274,30 @@ def steps_within(
     return fit
 
 
-def _voices(accountant: str, records_per_unit: int = 1) -> tuple[str, ...]:
-    """Accountants whose bounds must all stay in the budget."""
+def _enforced(accountant: str, records_per_unit: int = 1) -> tuple[str, ...]:
+    """Accountants whose bounds must all stay within the budget."""
     return (accountant, *SECOND_OPINIONS.get(accountant, ())) if records_per_unit == 1 else ("pld",)
 
 
+def _root(function: Callable[[float], float], low: float, high: float, **tolerance: float) -> float:
+    """Where `function` crosses 0 between `low` and `high`, by Brent's method."""
+    return root_scalar(function, bracket=(low, high), method="brentq", **tolerance).root
+
+
 def _smallest(excess: Callable[[float], float], start: float = 1.0, spread: float = 0.5) -> float:
-    """Noise multiplier where `excess`, decreasing, crosses 0: about `spread`, relatively, from the guess `start`."""
+    """Noise multiplier where the decreasing function `excess` crosses 0, near `start` (relative distance `spread`)."""
     low = high = start
     while excess(high) > 0:
         low, high, spread = high, high * (1 + spread), 4 * spread
         if high > 1e7:
             raise BudgetExceeded(
-                "no noise multiplier below 1e7 brings epsilon down to what is left. Raise `target_epsilon`."
+                "no noise multiplier below 1e7 keeps epsilon within the remaining budget. Raise `target_epsilon`."
             )
     while excess(low) <= 0 and low > 1e-2:
         low, high, spread = low / (1 + spread), low, 4 * spread
     if excess(low) <= 0:
-        return low  # a budget so large that hardly any noise is asked for
-    return brentq(lambda sigma: min(excess(sigma), 1e6), low, high, xtol=1e-7, rtol=1e-9)
+        return low  # a budget so large that it needs hardly any noise
+    return _root(lambda sigma: min(excess(sigma), 1e6), low, high, xtol=1e-7, rtol=1e-9)
 
 
 def _check(delta: float, accountant: str = "prv", eps_error: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What several releases on the same records cost together: runs that are all published, and the best of many runs."""
+"""Epsilon of several releases on the same records: runs that are all published, and the best of many runs."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -7,14 +7,13 @@ import numpy as np
 
 from hf_private._validate import one_of, positive, probability
 
-from .accountants import ORDERS, rdp_curve
-from .budget import EpsilonReport, epsilon
+from .accountants import ORDERS, composed_rdp, rdp_to_epsilon
+from .budget import EpsilonReport, epsilon, settings_of
 from .events import Event, compact
 
-# How the number of runs was chosen. "fixed": in advance, and every run is charged. The others draw it at random, of a
-# truncated negative binomial law with this shape, and publish the best run only.
+# A law says how the number of runs was chosen. "fixed": in advance, and every run is charged. The others draw it at
+# random from a truncated negative binomial distribution with this shape, and only the best run is published.
 SHAPES = {"geometric": 1.0, "logarithmic": 0.0}
-LAWS = ("fixed", *SHAPES)
 
 
 def joint_epsilon(releases: Iterable[Sequence[Event]], delta: float) -> EpsilonReport:
@@ -30,12 +29,12 @@ def joint_epsilon(releases: Iterable[Sequence[Event]], delta: float) -> EpsilonR
 def best_of_epsilon(events: Sequence[Event], delta: float, runs: float, law: str = "geometric") -> float:
     """Epsilon of publishing the best of a random number of runs, each of which costs `events`.
 
-    Theorem 2 of Papernot and Steinke 2022 (arXiv:2110.03620): with K of a truncated negative binomial law of shape eta
-    and parameter gamma, RDP at order a becomes, for every order b,
+    Theorem 2 of Papernot and Steinke 2022 (arXiv:2110.03620): if K follows a truncated negative binomial law of shape
+    eta and parameter gamma, RDP at order a becomes, for every order b,
     e(a) + (1 + eta) ((1 - 1/b) e(b) + log(1/gamma) / b) + log(E[K]) / (a - 1).
 
     Args:
-        runs: Mean number of runs, E[K] > 1. It must have been drawn at random, and all other runs thrown away unseen.
+        runs: Mean number of runs, E[K] > 1. The number must be drawn at random, and all other runs discarded unseen.
 
     >>> round(best_of_epsilon([Event(2000 / 67349, (1.253827,), steps=680)], 1e-5, runs=10), 1)
     6.7
@@ -44,23 +43,22 @@ def best_of_epsilon(events: Sequence[Event], delta: float, runs: float, law: str
     one_of(tuple(SHAPES), law=law)
     positive(runs=runs)
     if runs <= 1:
-        raise ValueError(f"`runs` must be > 1, got {runs!r}. A single run needs no charge for choosing.")
-    events = [event for event in compact(events) if event.steps]
-    if any(event.sampling != "poisson" or event.noise_multiplier == 0 for event in events):
+        raise ValueError(f"`runs` must be > 1, got {runs!r}. A single run needs no charge for selection.")
+    settings = settings_of(events)
+    if settings is None:
         return math.inf
-    shape, gamma = SHAPES[law], _gamma(SHAPES[law], runs)
-    rdp = sum((event.steps * rdp_curve(event.sample_rate, event.noise_multiplier) for event in events), 0 * ORDERS)
-    chosen = (1 + shape) * np.min((1 - 1 / ORDERS) * rdp - math.log(gamma) / ORDERS)
-    total = rdp + chosen + math.log(runs) / (ORDERS - 1)
-    # RDP to (epsilon, delta): Proposition 12 of Canonne, Kamath, Steinke 2020
-    return max(0.0, float(np.min(total - np.log(delta * ORDERS) / (ORDERS - 1) + np.log1p(-1 / ORDERS))))
+    shape = SHAPES[law]
+    gamma = _gamma(shape, runs)
+    rdp = composed_rdp(settings)
+    selection = (1 + shape) * np.min((1 - 1 / ORDERS) * rdp - math.log(gamma) / ORDERS)
+    return rdp_to_epsilon(rdp + selection + math.log(runs) / (ORDERS - 1), delta)
 
 
 def _gamma(shape: float, mean: float) -> float:
     """The parameter of the law whose mean is `mean`."""
     if shape == 1:
         return 1 / mean
-    low, high = 1e-300, 1 - 1e-9  # the mean (1/gamma - 1) / log(1/gamma) falls with gamma
+    low, high = 1e-300, 1 - 1e-9  # the mean (1/gamma - 1) / log(1/gamma) decreases with gamma
     for _ in range(2000):
         middle = math.sqrt(low * high)
         if (1 / middle - 1) / -math.log(middle) > mean:

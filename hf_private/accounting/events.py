@@ -1,4 +1,4 @@
-"""Events: the language in which the mechanism, the ledger and the accountants speak of private steps."""
+"""Events: how the mechanism, the ledger and the accountants describe private steps."""
 
 import math
 from collections.abc import Iterable
@@ -17,9 +17,9 @@ class Event:
     Args:
         sample_rate: probability q that a record is in the sample; 1.0 is the full batch.
         releases: noise multiplier (noise std / sensitivity) of each release. Several releases on one sample act as
-            one with 1/s^2 = sum of 1/s_i^2; to count them as separate steps would under-report.
+            one with 1/s^2 = sum of 1/s_i^2; counting them as separate steps would under-report epsilon.
         steps: number of such steps.
-        sampling: only "poisson" has a known price.
+        sampling: only "poisson" has a finite epsilon.
 
     >>> round(Event(0.01, (2**0.5, 2**0.5)).noise_multiplier, 6)
     1.0
@@ -44,17 +44,14 @@ class Event:
             raise ValueError(f"`sampling` must be a string, got {self.sampling!r}.")
         steps = int(self.steps) if isinstance(self.steps, np.integer) else self.steps
         integer_at_least(0, steps=steps)
-        # plain Python numbers: JSON and the accountants need them
-        for name, value in (
-            ("sample_rate", float(self.sample_rate)),
-            ("releases", tuple(map(float, releases))),
-            ("steps", steps),
-        ):
-            object.__setattr__(self, name, value)
+        # Plain Python numbers: JSON and the accountants need them.
+        object.__setattr__(self, "sample_rate", float(self.sample_rate))
+        object.__setattr__(self, "releases", tuple(map(float, releases)))
+        object.__setattr__(self, "steps", steps)
 
     @property
     def noise_multiplier(self) -> float:
-        """The one multiplier that all releases together amount to; 0.0 if one of them has no noise."""
+        """The multiplier of one release that is equivalent to all of them; 0.0 if one of them has no noise."""
         if len(self.releases) == 1 or 0 in self.releases:
             return min(self.releases)
         return 1 / math.hypot(*(1 / sigma for sigma in self.releases))
@@ -65,15 +62,15 @@ class Event:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Event":
-        """Read what `to_dict` wrote. Unknown or missing keys are errors, not guesses."""
+        """Read what `to_dict` wrote. Unknown or missing keys are errors."""
         keys = set(cls.__dataclass_fields__)
         if not isinstance(data, dict) or data.keys() != keys:
-            raise ValueError(f"an event must be a dict with the keys {', '.join(sorted(keys))}, got {data!r}.")
+            raise ValueError(f"An event must be a dict with the keys {', '.join(sorted(keys))}, got {data!r}.")
         return cls(**data)
 
 
 def compact(events: Iterable[Event]) -> tuple[Event, ...]:
-    """Add up the steps of events that are equal otherwise.
+    """Merge events that differ only in their number of steps.
 
     >>> compact([Event(0.1, (1.0,)), Event(0.1, (1.0,), steps=4)])
     (Event(sample_rate=0.1, releases=(1.0,), steps=5, sampling='poisson'),)

@@ -1,10 +1,10 @@
 """The PRV accountant of prv-accountant 0.2.0 (Gopi et al. 2021, arXiv:2106.02848), hardened.
 
-The package composes privacy random variables (PRVs) by FFT and returns certified bounds, but three things stand
-between it and a privacy claim. Its mean integral has fixed breakpoints and is wrong for many sample rates above 0.1,
-sometimes silently. It allocates whatever grid its input asks for. It hangs or fails obscurely on unusual input.
-Here its discretisation and composition are kept, the mean is computed afresh, and the grid is bounded before anything
-is allocated. These are internals: pin the version.
+The package composes privacy random variables (PRVs) by FFT and returns certified bounds, but it has three defects. Its
+mean integral has fixed breakpoints and is wrong for many sample rates above 0.1, sometimes silently. It allocates
+any grid that its input implies. It hangs or fails with an unclear error on unusual input. This module uses its
+discretisation and composition, computes the mean itself, and bounds the grid before allocating it. The classes it uses
+are internals of the package, so the version is pinned.
 """
 
 import math
@@ -19,29 +19,29 @@ MAX_POINTS = 6_000_000  # about 340 bytes each: 2 GB
 
 
 class AccountantError(RuntimeError):
-    """An accountant cannot bound these events; another one may."""
+    """An accountant cannot bound the epsilon of these events; another accountant may."""
 
 
 class Truncated(PrivacyRandomVariableTruncated):
     """PRV of one Poisson-subsampled Gaussian release, conditioned on [t_min, t_max], with an exact mean."""
 
     def mean(self) -> float:
-        """Integrate the privacy loss over the noise x, not over the loss as the package does.
+        """Integrate the privacy loss over the noise x; the package integrates over the loss.
 
-        The loss Y(x) = log(1 - q + q exp((2x - 1) / 2s^2)), x ~ (1 - q) N(0, s^2) + q N(1, s^2), is analytic with
-        |Im x| < pi s^2, so the trapezoid rule converges exponentially: no breakpoints to choose, none to miss.
+        The loss Y(x) = log(1 - q + q exp((2x - 1) / 2s^2)), x ~ (1 - q) N(0, s^2) + q N(1, s^2), is analytic for
+        |Im x| < pi s^2, so the trapezoid rule converges exponentially and needs no breakpoints.
         """
         q, sigma = float(self.prv.p), float(self.prv.sigma)
-        left, right = (_noise_at(float(t), q, sigma) for t in (self.t_min, self.t_max))
+        left, right = _noise_at(float(self.t_min), q, sigma), _noise_at(float(self.t_max), q, sigma)
         x = _grid(max(left, -14 * sigma), min(right, 1 + 14 * sigma), sigma)
-        density = ((1 - q) * np.exp(-(x**2) / (2 * sigma**2)) + q * np.exp(-((x - 1) ** 2) / (2 * sigma**2))) / (
-            sigma * math.sqrt(2 * math.pi)
-        )
+        absent = np.exp(-(x**2) / (2 * sigma**2))
+        present = np.exp(-((x - 1) ** 2) / (2 * sigma**2))
+        density = ((1 - q) * absent + q * present) / (sigma * math.sqrt(2 * math.pi))
         return float(np.trapezoid(privacy_loss(x, q, sigma) * density, x) / self.remaining_mass)
 
 
 def privacy_loss(x: np.ndarray, q: float, sigma: float) -> np.ndarray:
-    """log of (1 - q) N(0, s^2) + q N(1, s^2) over N(0, s^2), at x."""
+    """log of the ratio of (1 - q) N(0, s^2) + q N(1, s^2) to N(0, s^2), at x."""
     u = (2 * x - 1) / (2 * sigma**2)
     return u if q == 1 else np.logaddexp(math.log1p(-q), math.log(q) + u)
 
@@ -51,7 +51,8 @@ def _noise_at(t: float, q: float, sigma: float) -> float:
     ratio = (math.expm1(t) + q) / q if t < 700 else math.inf
     if ratio <= 0:
         return -math.inf
-    return sigma**2 * (math.log(ratio) if ratio < math.inf else t - math.log(q)) + 0.5
+    log_ratio = math.log(ratio) if ratio < math.inf else t - math.log(q)
+    return sigma**2 * log_ratio + 0.5
 
 
 def _grid(left: float, right: float, sigma: float) -> np.ndarray:
@@ -75,28 +76,31 @@ def prv_bounds(
 
     Args:
         settings: (sample rate, noise multiplier, steps) of each distinct release; rate in (0, 1], the rest > 0.
-        delta: of the guarantee; delta / 1000 of it is spent on numerical error.
+        delta: of the guarantee; delta / 1000 of it covers numerical error.
         eps_error: certified half-width of the interval.
         domain: privacy losses beyond +-domain must have a mass below the numerical error (from RDP).
 
     Raises:
-        AccountantError: if the grid would be too large, or the numbers cannot be trusted.
+        AccountantError: if the grid would be too large, or the result is not a valid interval.
     """
-    points = grid_points(sum(n for *_, n in settings), delta, eps_error, domain)
+    total_steps = sum(n for *_, n in settings)
+    points = grid_points(total_steps, delta, eps_error, domain)
     if not points <= MAX_POINTS:
         raise AccountantError(f"PRV needs a grid of {points:.3g} points, more than {MAX_POINTS}")
-    grid = Domain.create_aligned(-domain, domain, _mesh(sum(n for *_, n in settings), delta, eps_error))
+    grid = Domain.create_aligned(-domain, domain, _mesh(total_steps, delta, eps_error))
     try:
         with np.errstate(all="ignore"):
             truncated = [
                 Truncated(PoissonSubsampledGaussianMechanism(q, sigma), grid.t_min(), grid.t_max())
                 for q, sigma, _ in settings
             ]
-            discrete = [discretisers.CellCentred().discretise(prv, grid) for prv in truncated]
+            discretise = discretisers.CellCentred().discretise
+            # pyrefly: ignore[bad-argument-type]  the package's truncated variable lacks its own base class
+            discrete = [discretise(prv, grid) for prv in truncated]
             composed = composers.Heterogeneous(discrete).compute_composition([int(n) for *_, n in settings])
             bounds = composed.compute_epsilon(delta, delta / 1000, eps_error)
     except (ArithmeticError, AssertionError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
         raise AccountantError(f"PRV failed ({type(error).__name__}: {error})") from error
     if not all(map(math.isfinite, bounds)) or not bounds[0] <= bounds[1] <= bounds[2]:
-        raise AccountantError(f"PRV returned {bounds}, which bounds nothing")
+        raise AccountantError(f"PRV returned {bounds}, which is not an interval")
     return bounds

@@ -1,1 +1,1 @@
-"""Attacks on our own models and runs."""
+"""Audits: attacks on your own models and training runs. See README.md in this folder."""

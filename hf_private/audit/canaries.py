@@ -1,13 +1,12 @@
-"""Canaries: a training run audited in one go, with the trainer, the method and the settings that will be used.
+"""Canaries: audit the trainer, method and settings of a run by training once.
 
-A canary is a record whose gradient is as large as clipping allows and points along an axis of its own, where no other
-record is (a gradient-space canary). Each is in the training set or not by the toss of a fair coin. The attacker sees
-every released gradient, as the guarantee permits, and guesses the coins by what accumulates along each axis. If more
-guesses are right than the claimed epsilon allows, something in the run does not do what the accountant believes: the
-noise, the clipping, the sampling, their composition.
+A canary is a record whose gradient is as large as clipping allows and points along its own axis, which no other
+record uses (a gradient-space canary). A fair coin decides whether it is in the training set. The attacker sees every
+released gradient, as the guarantee permits, and guesses the coins from the sums along each axis. If more guesses are
+right than the claimed epsilon allows, some part of the run (noise, clipping, sampling or accounting) is wrong.
 
-Along its axis a canary that was left out contributes nothing. It still is drawn, so that the number of records, which
-counts as public, is the same whatever the coins say.
+A canary that is left out contributes nothing along its axis. It is still sampled, so that the number of records, which
+counts as public, does not depend on the coins.
 """
 
 import math
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from hf_private._validate import integer_at_least
 from hf_private.config import DPConfig
@@ -30,19 +30,19 @@ from hf_private.trainer.trainer import DPTrainer
 
 from .statistics import CONFIDENCE, OneRun, guess_coins
 
-COLUMN = "canary"  # of a record: 0 if it is none, its number from 1 on, or SILENT
+COLUMN = "canary"  # of a record: its canary number from 1 on, 0 if it is no canary, SILENT if it is left out
 SILENT = -1
-STRENGTH = 20  # gradient of a canary in clip norms, about: clipping then makes it exactly one
+STRENGTH = 20  # approximate gradient norm of a canary in clip norms: clipping then makes it exactly one clip norm
 
-# make_trainer(trainer_class, output_dir): builds the run that is audited, with `trainer_class` in place of DPTrainer
+# make_trainer(trainer_class, output_dir) builds the audited run, with `trainer_class` in place of DPTrainer.
 MakeTrainer = Callable[[Callable[..., DPTrainer], str], DPTrainer]
 
 
 class Canaries(nn.Module):
-    """One axis for each of `count` canaries: an embedding with one number each, beside the model's own weights.
+    """One axis for each of `count` canaries: an extra embedding with one number per canary.
 
-    Hooked to a model, it takes `canary` (N,) from the model's inputs, and replaces the logits of canaries by ones that
-    depend on their axis only. Their value never changes, so that a canary's gradient does not either.
+    Hooked to a model, it takes `canary` (N,) from the model's inputs and replaces the logits of canaries by logits
+    that depend on their axis only. Their values are constant, so the gradient of a canary is constant too.
     """
 
     def __init__(self, count: int, clip_norm: float) -> None:
@@ -54,7 +54,7 @@ class Canaries(nn.Module):
         self._numbers: Tensor | None = None
 
     def hook(self, model: nn.Module) -> None:
-        """Become a part of `model`."""
+        """Attach to `model`."""
         model.canaries = self
         model.register_forward_pre_hook(self._take, with_kwargs=True)
         model.register_forward_hook(self._replace)
@@ -71,7 +71,7 @@ class Canaries(nn.Module):
         numbers = self._numbers.to(logits.device)
         axis = self.axes(numbers.clamp_min(0).view(-1, 1)).view(shape)
         loud = (numbers > 0).to(logits.dtype).view(shape)
-        # Class 0 and all others together are equally likely; labels of canaries are never class 0.
+        # Class 0 is as likely as all other classes together; labels of canaries are never class 0.
         fixed = torch.zeros_like(logits)
         fixed[..., 0] = math.log(logits.shape[-1] - 1) if logits.shape[-1] > 1 else 1.0
         first = torch.zeros_like(logits)
@@ -81,23 +81,24 @@ class Canaries(nn.Module):
         return outputs
 
 
-class _WithCanaries:
-    """A dataset with canaries behind its own records: copies of the first one, by number."""
+class _WithCanaries(Dataset):
+    """A dataset with canaries after its own records: numbered copies of the first record."""
 
     def __init__(self, records: Any, numbers: np.ndarray) -> None:
-        self.records, self.numbers = records, numbers
+        self.records = records
+        self.numbers = numbers
 
     def __len__(self) -> int:
         return len(self.records) + len(self.numbers)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        own = index < len(self.records)
-        number = 0 if own else int(self.numbers[index - len(self.records)])
-        return {**self.records[index if own else 0], COLUMN: number}
+        if index < len(self.records):
+            return {**self.records[index], COLUMN: 0}
+        return {**self.records[0], COLUMN: int(self.numbers[index - len(self.records)])}
 
 
 class _Collator:
-    """The user's collator; numbers of canaries go past it, and their labels are set to what `Canaries` expects."""
+    """The user's collator. Canary numbers bypass it, and labels of canaries become what `Canaries` expects."""
 
     def __init__(self, collator: Callable[[list], Any]) -> None:
         self.collator = collator
@@ -115,55 +116,54 @@ class _Collator:
 
 
 class CanaryTrainer(DPTrainer):
-    """DPTrainer with canaries in its data, which keeps score along their axes. Nothing else is changed."""
+    """DPTrainer with canaries in its data that sums the released gradients along their axes."""
 
     def __init__(self, *args: Any, coins: np.ndarray, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.model_init is not None:
+        if self.model is None or self.model_init is not None:
             raise ValueError("`model_init` must be None in an audit: build the model before the trainer.")
         if math.isinf(self.dp_config.clip_norm):
-            raise ValueError("`clip_norm` must be finite in an audit, got inf: there is no bound to be tested.")
+            raise ValueError("`clip_norm` must be finite in an audit, got inf: there is no bound to test.")
         numbers = np.where(coins, np.arange(1, len(coins) + 1), SILENT)
-        canaries = Canaries(len(coins), self.dp_config.clip_norm).to(next(self.model.parameters()))
-        canaries.hook(self.model)
+        self.canaries = Canaries(len(coins), self.dp_config.clip_norm).to(next(self.model.parameters()))
+        self.canaries.hook(self.model)
         self.train_dataset = _WithCanaries(self.train_dataset, numbers)
         self.data_collator = _Collator(self.data_collator)
         self.scores = np.zeros(len(coins))
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
-        self._signature_columns = list({*self._signature_columns, COLUMN})
+        self._signature_columns = list({*(self._signature_columns or ()), COLUMN})
 
     def public_batch(self, batch_size: int, length: int, generator: Any = None) -> dict[str, Tensor]:
         """The self-check's batch, in which one record is a canary."""
         batch = super().public_batch(batch_size, length, generator)
         numbers = torch.zeros(batch_size, dtype=torch.long)
-        numbers[-1] = 1
+        if batch_size > 1:  # a single record must use every parameter of the model, which a canary does not
+            numbers[-1] = 1
         batch[COLUMN] = numbers
-        if batch_size == 1:  # every parameter must take part, the model's own too
-            batch[COLUMN][0] = 0
         return batch
 
     def check_canaries(self) -> None:
-        """A canary must be clipped, or it would be a weaker attack than it claims to be."""
-        loader = self.get_train_dataloader()
-        number = len(self.train_dataset) - len(self.scores)
-        record = {**self.train_dataset[number], COLUMN: 1}
-        batch = self._prepare_inputs(loader.collate_fn([record]).micro_batches[0])
-        loss = PerSampleLoss(self.model, self.per_sample_loss, self.args.label_smoothing_factor)
-        with BookKeeper(self.model) as book:
-            book.backward(loss(self.model, batch))
+        """Check that a canary is clipped; otherwise the attack would be weaker than it claims."""
+        model, data = self.model, self.train_dataset
+        assert model is not None and isinstance(data, _WithCanaries)  # as the constructor has made them
+        record = {**data.records[0], COLUMN: 1}
+        batch = self._prepare_inputs(self.get_train_dataloader().collate_fn([record]).micro_batches[0])
+        loss = PerSampleLoss(model, self.per_sample_loss, self.args.label_smoothing_factor)
+        with BookKeeper(model) as book:
+            book.backward(loss(model, batch))
             norm = book.norms().item()
         if norm < self.dp_config.clip_norm:
             raise ValueError(
                 f"A canary's gradient must be at least `clip_norm` = {self.dp_config.clip_norm}, got {norm:.3g}: the"
-                " model's loss does not follow from its `logits`. Audit it with the head's own loss."
+                " loss is not computed from the model's `logits`. Audit the run with the loss of the model's head."
             )
 
     def training_step(self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Any = None) -> Tensor:
-        """A private step, after which the released gradient is read along every canary's axis."""
+        """Run a private step, then read the released gradient along the axis of every canary."""
         loss = super().training_step(model, inputs, num_items_in_batch)
-        released = self.model.canaries.axes.weight.grad
+        released = self.canaries.axes.weight.grad
         if released is not None:
             self.scores += released[1:, 0].double().cpu().numpy()
         return loss
@@ -181,7 +181,7 @@ class CanaryReport:
 
     @property
     def contradicted(self) -> bool:
-        """Whether the run did not keep its claim, at the confidence of `found`."""
+        """Whether the audit refutes the claimed epsilon, at the confidence of `found`."""
         return self.found.contradicts(self.claimed)
 
 
@@ -193,18 +193,18 @@ def audit_run(
     confidence: float = CONFIDENCE,
     trainer_class: type[CanaryTrainer] = CanaryTrainer,
 ) -> CanaryReport:
-    """Train once with canaries, guess their coins, and hold the lower bound of epsilon against the run's own claim.
+    """Train once with canaries, guess their coins, and compare the lower bound of epsilon with the run's own claim.
 
     Args:
-        make_trainer: f(trainer_class, output_dir) -> trainer; builds the run as it would be, with `trainer_class`
-            instead of DPTrainer. Canaries are added to its records: leave `expected_batch_size` set.
-        canaries: m, how many coins are tossed. More certify more: m = 1000 at most an epsilon of about 4.
+        make_trainer: f(trainer_class, output_dir) -> trainer; builds the run to audit, with `trainer_class` instead
+            of DPTrainer. Canaries are added to its records, so set `expected_batch_size`.
+        canaries: number m of coins. More canaries certify a larger epsilon: m = 1000 at most about 4.
     """
-    coins = np.frombuffer(secrets.token_bytes(canaries), dtype=np.uint8) % 2 == 0  # nobody knows them before
+    coins = np.frombuffer(secrets.token_bytes(canaries), dtype=np.uint8) % 2 == 0  # unpredictable
     trainer = make_trainer(partial(trainer_class, coins=coins), output_dir)
     if not isinstance(trainer, CanaryTrainer):
         raise ValueError(
-            f"`make_trainer` must build its trainer with the class that it is given, got a {type(trainer).__name__}."
+            f"`make_trainer` must build its trainer with the class that it gets, got a {type(trainer).__name__}."
         )
     trainer.check_canaries()
     trainer.train()
@@ -214,7 +214,7 @@ def audit_run(
 
 
 def small_task(trainer_class: Callable[..., DPTrainer], output_dir: str, **dp: Any) -> DPTrainer:
-    """The run that is audited if none is given: a tiny BERT classifier on invented records."""
+    """The run to audit if the user gives none: a tiny BERT classifier on synthetic records."""
     from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 
     size = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}

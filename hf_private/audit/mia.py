@@ -1,7 +1,7 @@
-"""Membership inference on a saved model: its loss on records that it was trained on, and on others.
+"""Membership inference on a saved model: its loss on records that it was trained on, and on other records.
 
-The attacker calls a record a member if its loss is low (Sablayrolles et al. 2019). That is the average case: a rate
-near one half is weak evidence of privacy, one far above is strong evidence against it.
+The attacker calls a record a member if its loss is low (Sablayrolles et al. 2019). This is an average-case attack: a
+success rate near one half is weak evidence of privacy, a rate far above one half is strong evidence against it.
 """
 
 import csv
@@ -19,11 +19,13 @@ from hf_private.tasks.heads import IGNORE_INDEX, Head, base_model, head_of
 from hf_private.tasks.losses import PerSampleLoss
 
 HEADS = (Head.CLASSIFICATION, Head.CAUSAL_LM)
-TEXT, PAIR, LABEL = ("text", "sentence", "sentence1"), ("text_pair", "sentence2"), ("label", "labels")
+TEXT = ("text", "sentence", "sentence1")  # accepted column names
+PAIR = ("text_pair", "sentence2")
+LABEL = ("label", "labels")
 
 
 class Record(NamedTuple):
-    """One record of a file: its text, a second one if there is one, its label if it has one."""
+    """One record of a file: its text, an optional second text, and an optional label."""
 
     text: str
     pair: str | None = None
@@ -31,11 +33,11 @@ class Record(NamedTuple):
 
 
 def read_records(path: str | Path) -> list[Record]:
-    """The records of a .tsv, .csv, .json (a list) or .jsonl file with columns text, and maybe text_pair and label."""
+    """Read a .tsv, .csv, .json (a list) or .jsonl file with the columns text and optionally text_pair and label."""
     path = Path(path)
     records = []
     for number, row in enumerate(_rows(path)):
-        text, pair, label = (next((row[name] for name in names if name in row), None) for names in (TEXT, PAIR, LABEL))
+        text, pair, label = _first(row, TEXT), _first(row, PAIR), _first(row, LABEL)
         if not isinstance(text, str):
             raise ValueError(
                 f"{str(path)!r} must have a column `text`, got {sorted(map(str, row))} in record {number}."
@@ -44,28 +46,36 @@ def read_records(path: str | Path) -> list[Record]:
     return records
 
 
+def _first(row: dict[str, Any], names: Sequence[str]) -> Any:
+    """The value of the first of `names` that is a column of `row`, or None."""
+    return next((row[name] for name in names if name in row), None)
+
+
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{str(path)!r} must be a file of records, got one that cannot be read: {error}.") from error
-    if path.suffix in (".tsv", ".csv"):
-        quoting = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
-        yield from csv.DictReader(content.splitlines(keepends=True), **quoting)
+        raise ValueError(f"{str(path)!r} must be a readable file of records: {error}.") from error
+    lines = content.splitlines(keepends=True)
+    if path.suffix == ".tsv":
+        yield from csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
+        return
+    if path.suffix == ".csv":
+        yield from csv.DictReader(lines)
         return
     if path.suffix not in (".json", ".jsonl"):
         raise ValueError(f"{str(path)!r} must end in .tsv, .csv, .json or .jsonl.")
     try:
-        rows = json.loads(content) if path.suffix == ".json" else [json.loads(x) for x in content.splitlines() if x]
+        rows = json.loads(content) if path.suffix == ".json" else [json.loads(x) for x in lines if x.strip()]
     except ValueError as error:
         raise ValueError(f"{str(path)!r} must be JSON: {error}.") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{str(path)!r} must be a list of objects, one for each record.")
+        raise ValueError(f"{str(path)!r} must be a list of objects, one per record.")
     yield from rows
 
 
 def load(folder: str | Path) -> tuple[nn.Module, Any]:
-    """A saved classifier or causal language model (an adapter on top of one too), and its tokenizer."""
+    """Load a saved classifier or causal language model, or an adapter of one, and its tokenizer."""
     folder = str(folder)
     adapter = Path(folder, "adapter_config.json")
     try:
@@ -96,48 +106,54 @@ def load(folder: str | Path) -> tuple[nn.Module, Any]:
 def record_losses(
     model: nn.Module, tokenizer: Any, records: Sequence[Record], batch_size: int = 32, max_length: int | None = None
 ) -> np.ndarray:
-    """The model's loss on each record (n,), in eval mode; tokens of a language model's record are averaged."""
+    """The model's loss on each record (n,), in eval mode; a language model's loss is the mean over the tokens."""
     model.eval()
     tokenizer.padding_side = "right"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    config = base_model(model).config
-    if config.get_text_config().pad_token_id is None:
-        config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    loss, found = PerSampleLoss(model), np.empty(len(records))
-    order = sorted(range(len(records)), key=lambda n: -len(records[n].text))  # neighbours of equal length pad little
+    text_config = _config(model).get_text_config()
+    if text_config.pad_token_id is None:
+        text_config.pad_token_id = tokenizer.pad_token_id
+    device = next(model.parameters()).device
+    loss = PerSampleLoss(model)
+    losses = np.empty(len(records))
+    order = sorted(range(len(records)), key=lambda n: -len(records[n].text))  # similar lengths need little padding
     for start in range(0, len(order), batch_size):
         part = order[start : start + batch_size]
         batch = _encode(model, tokenizer, [records[n] for n in part], max_length)
-        device = next(model.parameters()).device
-        found[part] = loss(model, {name: x.to(device) for name, x in batch.items()}).double().cpu().numpy()
-    return found
+        losses[part] = loss(model, {name: x.to(device) for name, x in batch.items()}).double().cpu().numpy()
+    return losses
+
+
+def _config(model: nn.Module) -> transformers.PretrainedConfig:
+    base = base_model(model)
+    assert isinstance(base, transformers.PreTrainedModel)  # `head_of` accepts no others
+    return base.config
 
 
 def _encode(model: nn.Module, tokenizer: Any, records: list[Record], max_length: int | None) -> dict[str, Tensor]:
     texts = [record.text for record in records]
     pairs = [record.pair for record in records] if records[0].pair is not None else None
-    limit = min(max_length or 512, tokenizer.model_max_length, _positions(model))
-    tokens = dict(tokenizer(texts, pairs, truncation=True, max_length=limit, padding=True, return_tensors="pt"))
+    limits = [max_length or 512, tokenizer.model_max_length]
+    positions = getattr(_config(model), "max_position_embeddings", None)
+    if positions:
+        limits.append(positions)
+    tokens = dict(tokenizer(texts, pairs, truncation=True, max_length=min(limits), padding=True, return_tensors="pt"))
     if head_of(model) is Head.CAUSAL_LM:
         return {**tokens, "labels": tokens["input_ids"].masked_fill(tokens["attention_mask"] == 0, IGNORE_INDEX)}
     return {**tokens, "labels": torch.stack([_label(model, record) for record in records])}
 
 
-def _positions(model: nn.Module) -> int:
-    return getattr(base_model(model).config, "max_position_embeddings", None) or 1 << 30
-
-
 def _label(model: nn.Module, record: Record) -> Tensor:
-    config = base_model(model).config
+    config = _config(model)
     if record.label is None:
-        raise ValueError(f"A classifier's records must have a column `label`, got none for {record.text[:40]!r}.")
+        raise ValueError(f"Records of a classifier must have a column `label`, got none for {record.text[:40]!r}.")
     if config.num_labels == 1:
         return torch.tensor(float(record.label))
-    number = config.label2id.get(record.label)
+    numbers = {str(label): int(number) for label, number in (config.label2id or {}).items()}
+    number = numbers.get(record.label)
     if number is None and record.label.lstrip("-").isdigit():
         number = int(record.label)
-    if number is None or not 0 <= number < config.num_labels:
-        allowed = ", ".join(map(str, config.label2id))
-        raise ValueError(f"`label` must be one of {allowed}, or its number, got {record.label!r}.")
+    if number is None or not 0 <= number < len(config.id2label or {}):
+        raise ValueError(f"`label` must be one of {', '.join(numbers)}, or its number, got {record.label!r}.")
     return torch.tensor(number)

@@ -1,4 +1,4 @@
-"""The picture of an attack: true against false positives, on axes that show the small rates, which matter most."""
+"""The ROC curve of an attack, on linear axes and on log axes, which show the small rates that matter most."""
 
 from pathlib import Path
 
@@ -8,15 +8,13 @@ Rates = tuple[np.ndarray, np.ndarray]  # false positives, true positives
 
 
 def draw(path: Path, curves: dict[str, Rates]) -> bool:
-    """Write the picture; False if matplotlib is not installed."""
+    """Write the plot; return False if matplotlib is not installed."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 4), layout="constrained")
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.subplots(1, 2)
     for axis, scale, start in zip(axes, ("linear", "log"), (0.0, 1e-3), strict=True):
         line = np.linspace(start, 1, 200)
         axis.plot(line, line, color="gray", linestyle="--", linewidth=1, label="guessing")
@@ -26,5 +24,4 @@ def draw(path: Path, curves: dict[str, Rates]) -> bool:
         axis.set(ylabel="true positive rate")
     axes[0].legend(loc="lower right")
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
     return True

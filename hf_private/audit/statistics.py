@@ -1,10 +1,10 @@
-"""The arithmetic of attacks: how sure can one be, from what an attack achieved, that privacy was lost?
+"""Statistics of attacks: lower bounds of epsilon from the success of an attack, with a stated confidence.
 
-An attack never proves privacy. It gives a *lower* bound of epsilon that holds with some confidence: above the claimed
-epsilon it shows that the claim is wrong, below it shows nothing. Running the attacks is done elsewhere: audit_mia.py
-(losses of a finished model), audit_canaries.py (a training run with canaries), audit_step.py (one step).
+An attack never proves privacy. A lower bound above the claimed epsilon shows that the claim is wrong; a lower bound
+below it shows nothing. The attacks themselves are in mia.py (losses of a saved model), canaries.py (a training run
+with canaries) and step.py (one step).
 
-Scores are higher for what looks like a member of the training set.
+Higher scores mean "more likely a member of the training set".
 """
 
 import math
@@ -16,15 +16,17 @@ from scipy import stats
 
 from hf_private._validate import integer_at_least, probability
 
+Halves = tuple[np.ndarray, np.ndarray]  # scores of members and of non-members
+
 CONFIDENCE = 0.95
-HIGHEST = 50.0  # no audit of finite size certifies an epsilon above this
+HIGHEST = 50.0  # no audit of realistic size certifies an epsilon above this
 
 
-# ---- one training run with canaries, each in it by a fair coin
+# ---- one training run with canaries, each included by a fair coin
 
 
 def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
-    """Largest probability that an (epsilon, delta)-private run lets `correct` of `guesses` coins be guessed.
+    """Largest probability that `correct` or more of `guesses` coins are guessed in an (epsilon, delta)-private run.
 
     Steinke, Nasr and Jagielski (2023): each guess is right with probability at most e^eps / (1 + e^eps),
     and delta adds at most 2 m delta max_i (f(v - i) - f(v)) / i for m canaries.
@@ -40,11 +42,11 @@ def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, d
 
 @lru_cache(maxsize=1024)
 def one_run_epsilon(canaries: int, guesses: int, correct: int, delta: float, confidence: float = CONFIDENCE) -> float:
-    """Lower bound of epsilon from one run: the largest one that would make so many right guesses too unlikely.
+    """Lower bound of epsilon from one run: the largest epsilon that makes so many right guesses too unlikely.
 
     Args:
-        canaries: number m of coins that were tossed.
-        guesses: number r of canaries that were guessed, fixed before anybody saw the scores.
+        canaries: number m of coins.
+        guesses: number r of guesses, fixed before anyone sees the scores.
         correct: number v of right guesses.
 
     >>> round(one_run_epsilon(canaries=1000, guesses=100, correct=95, delta=1e-5), 4)
@@ -57,7 +59,8 @@ def one_run_epsilon(canaries: int, guesses: int, correct: int, delta: float, con
         raise ValueError(f"`correct` <= `guesses` <= `canaries` must hold, got {correct}, {guesses}, {canaries}.")
     if not 0 <= delta < 1:
         raise ValueError(f"`delta` must be >= 0 and < 1, got {delta}.")
-    alpha, low, high = 1 - confidence, 0.0, HIGHEST
+    alpha = 1 - confidence
+    low, high = 0.0, HIGHEST
     if one_run_p_value(canaries, guesses, correct, low, delta) > alpha:
         return 0.0
     while high - low > 1e-9:
@@ -71,7 +74,7 @@ def one_run_epsilon(canaries: int, guesses: int, correct: int, delta: float, con
 
 @dataclass(frozen=True)
 class OneRun:
-    """What guessing the coins of one run gave; `highest` is what the same number of guesses, all right, would give."""
+    """Result of guessing the coins of one run; `highest` is the bound if all of the guesses were right."""
 
     canaries: int
     guesses: int
@@ -82,50 +85,59 @@ class OneRun:
     confidence: float = CONFIDENCE
 
     def contradicts(self, claimed: float) -> bool:
-        """Whether the claimed epsilon is refuted, at the stated confidence."""
+        """Whether the bound refutes the claimed epsilon, at the stated confidence."""
         return self.epsilon > claimed
 
 
 def guess_coins(
     scores: np.ndarray, included: np.ndarray, delta: float, guesses: int | None = None, confidence: float = CONFIDENCE
 ) -> OneRun:
-    """Guess "in" for the highest scores (m,), "out" for the lowest, and see how often the coins `included` (m,) agree.
+    """Guess "in" for the highest scores (m,) and "out" for the lowest, and count how often the coins (m,) agree.
 
-    `guesses`, half of them each way, is a fifth of the canaries unless it is given: never choose it by the outcome.
+    `guesses` is a fifth of the canaries by default, half of them "in". Never choose it from the outcome.
 
     >>> coins = np.arange(1000) % 2 == 0
     >>> round(guess_coins(coins.astype(float), coins, delta=1e-5).epsilon, 2)
     4.17
     """
-    scores, included = np.asarray(scores, dtype=float), np.asarray(included, dtype=bool)
+    scores = np.asarray(scores, dtype=float)
+    included = np.asarray(included, dtype=bool)
     m = len(scores)
     half = max(1, (m // 5 if guesses is None else guesses) // 2)
-    if scores.shape != (m,) or included.shape != (m,) or 2 * half > m or np.isnan(scores).any():
+    r = 2 * half
+    if scores.shape != (m,) or included.shape != (m,) or r > m or np.isnan(scores).any():
         raise ValueError(
-            f"`scores` and `included` must be one number and one coin for each of at least {2 * half} canaries, got"
-            f" shapes {scores.shape} and {included.shape}."
+            f"`scores` and `included` must hold one number and one coin for each of at least {r} canaries, got shapes"
+            f" {scores.shape} and {included.shape}."
         )
     order = np.argsort(scores, kind="stable")
     correct = int((~included[order[:half]]).sum() + included[order[-half:]].sum())
-    r = 2 * half
-    bounds = (one_run_epsilon(m, r, v, delta, confidence) for v in (correct, r))
-    return OneRun(m, r, correct, *bounds, delta, confidence)
+    return OneRun(
+        canaries=m,
+        guesses=r,
+        correct=correct,
+        epsilon=one_run_epsilon(m, r, correct, delta, confidence),
+        highest=one_run_epsilon(m, r, r, delta, confidence),
+        delta=delta,
+        confidence=confidence,
+    )
 
 
-# ---- membership inference on a finished model
+# ---- membership inference on a saved model
 
 
 @dataclass(frozen=True)
 class Membership:
-    """How well a threshold on a score tells members from non-members, on records that did not choose it.
+    """How well a threshold on a score separates members from non-members, on records not used to choose it.
 
-    `success` is the share of right answers on equally many of both (0.5: guessing), `interval` its Clopper-Pearson
-    interval. `epsilon` is a lower bound of epsilon if both were drawn alike, membership was decided at random, and the
-    rates of this one model are those of its training procedure, about which the guarantee is. The last cannot be known
-    from one model: it is strong evidence, where `guess_coins` is a test at the stated confidence.
+    `success` is the share of right answers on equally many members and non-members (0.5: guessing), `interval` its
+    Clopper-Pearson interval. `epsilon` is a lower bound of epsilon under three assumptions: both sets come from one
+    distribution, membership was decided at random, and the rates of this model are those of its training procedure,
+    which the guarantee is about. A single model cannot show the last one, so this is strong evidence, whereas
+    `guess_coins` is a test at the stated confidence.
     """
 
-    records: int  # of each kind, in the half that was evaluated
+    records: int  # of each kind, in the evaluated half
     success: float
     interval: tuple[float, float]
     auc: float
@@ -151,12 +163,15 @@ def clopper_pearson(successes: int, trials: int, confidence: float = CONFIDENCE)
 def roc(members: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """False and true positive rates of "a score of at least t is a member", for every t; from (0, 0) to (1, 1)."""
     thresholds = np.unique(np.concatenate([members, others]))[::-1]
-    rates = [1 - np.searchsorted(np.sort(x), thresholds, side="left") / len(x) for x in (others, members)]
-    return np.concatenate([[0.0], rates[0]]), np.concatenate([[0.0], rates[1]])
+
+    def rates(scores: np.ndarray) -> np.ndarray:
+        return np.concatenate([[0.0], 1 - np.searchsorted(np.sort(scores), thresholds) / len(scores)])
+
+    return rates(others), rates(members)
 
 
 def auc(members: np.ndarray, others: np.ndarray) -> float:
-    """Probability that a member scores above another record; ties count half.
+    """Probability that a member scores above a non-member; ties count half.
 
     >>> auc(np.array([2.0, 3.0]), np.array([1.0, 2.0]))
     0.875
@@ -175,10 +190,10 @@ def tpr_at(members: np.ndarray, others: np.ndarray, fpr: float) -> float:
 def infer_membership(
     members: np.ndarray, others: np.ndarray, delta: float, seed: int = 0, confidence: float = CONFIDENCE
 ) -> Membership:
-    """Attack by a threshold on a score, as in RGP, section 5.3: chosen on one half of the records, tried on the other.
+    """Attack with a threshold on a score, as in section 5.3 of RGP: choose it on one half, evaluate on the other.
 
-    The larger of both sets is thinned out at random (`seed`) to the size of the smaller, so that guessing is right
-    half of the time.
+    The larger set is subsampled at random (`seed`) to the size of the smaller, so that guessing is right half of the
+    time.
 
     >>> found = infer_membership(np.arange(100.0) + 60, np.arange(100.0), delta=1e-5)
     >>> found.success > 0.7, found.interval[0] > 0.5
@@ -191,10 +206,14 @@ def infer_membership(
         )
     for name, scores in (("members", members), ("others", others)):
         if not np.isfinite(scores).all():
-            raise ValueError(f"`{name}` must have finite scores: the model's loss is not finite on one of them.")
+            raise ValueError(
+                f"`{name}` must have finite scores: the model's loss is not finite on one of the records."
+            )
     generator = np.random.default_rng(seed)
-    chosen = [generator.permutation(np.asarray(scores, dtype=float))[: 2 * size] for scores in (members, others)]
-    (choose_in, try_in), (choose_out, try_out) = ((scores[:size], scores[size:]) for scores in chosen)
+    members = generator.permutation(np.asarray(members, dtype=float))
+    others = generator.permutation(np.asarray(others, dtype=float))
+    choose_in, try_in = members[:size], members[size : 2 * size]
+    choose_out, try_out = others[:size], others[size : 2 * size]
     threshold = _best_threshold(choose_in, choose_out)
     right = int((try_in >= threshold).sum() + (try_out < threshold).sum())
     return Membership(
@@ -211,27 +230,30 @@ def infer_membership(
 
 
 def _best_threshold(members: np.ndarray, others: np.ndarray) -> float:
-    """The threshold that is right most often."""
+    """The threshold with the most right answers."""
     thresholds = np.unique(np.concatenate([members, others]))
     right = len(members) - np.searchsorted(np.sort(members), thresholds) + np.searchsorted(np.sort(others), thresholds)
     return float(thresholds[right.argmax()])
 
 
-def _epsilon(choose: tuple, evaluate: tuple, delta: float, confidence: float) -> float:
-    """ln((TPR - delta) / FPR) or its mirror image, at the side and threshold that looked best on the first half."""
+def _epsilon(choose: Halves, evaluate: Halves, delta: float, confidence: float) -> float:
+    """ln((TPR - delta) / FPR) or its mirror image, at the side and threshold that are best on the first half."""
     thresholds = np.unique(np.concatenate(choose))
-    bounds = _bounds(thresholds, *choose, delta, confidence)  # (sides, thresholds)
+    bounds = _bounds(thresholds, choose, delta, confidence)  # (sides, thresholds)
     side, best = np.unravel_index(bounds.argmax(), bounds.shape)
-    return max(0.0, float(_bounds(thresholds[best : best + 1], *evaluate, delta, confidence)[side, 0]))
+    return max(0.0, float(_bounds(thresholds[best : best + 1], evaluate, delta, confidence)[side, 0]))
 
 
-def _bounds(
-    thresholds: np.ndarray, members: np.ndarray, others: np.ndarray, delta: float, confidence: float
-) -> np.ndarray:
-    """Lower bounds of epsilon (2, thresholds) from calling scores of at least t members, or lower ones others: both
-    rates at the pessimistic ends of their intervals, which share the error."""
-    n, tail = len(members), (1 - confidence) / 2
-    below_in, below_out = (np.searchsorted(np.sort(scores), thresholds) for scores in (members, others))
+def _bounds(thresholds: np.ndarray, halves: Halves, delta: float, confidence: float) -> np.ndarray:
+    """Lower bounds of epsilon (2, thresholds) from calling scores of at least t members, or lower scores non-members.
+
+    Both rates are at the pessimistic ends of their intervals, which share the error.
+    """
+    members, others = halves
+    n = len(members)
+    tail = (1 - confidence) / 2
+    below_in = np.searchsorted(np.sort(members), thresholds)
+    below_out = np.searchsorted(np.sort(others), thresholds)
     right = np.stack([n - below_in, below_out])
     wrong = np.stack([n - below_out, below_in])
     low = np.where(right == 0, 0.0, stats.beta.ppf(tail, np.maximum(right, 1), n - right + 1))

@@ -1,1 +1,1 @@
-"""The console script `hf-private`: `main.py` lists the commands, each is a module or a folder here."""
+"""The command line: `hf-private`, one module or folder per command."""

@@ -1,4 +1,4 @@
-"""`python -m hf_private.cli`, for where the console script is not on the path."""
+"""`python -m hf_private.cli`, where the console script is not on the path."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What command-line options accept: each type says what is allowed and what was got.
+"""Options and their types. A type's error message says what is allowed and what was got.
 
 >>> probability("2")
 Traceback (most recent call last):
@@ -23,7 +23,13 @@ TASKS = {  # what `--task` accepts, and the class that builds it
 
 
 class UsageError(Exception):
-    """The user asked for something impossible: reported in one line, with exit code 2."""
+    """A request that cannot be met: reported in one line, with exit code 2."""
+
+
+def add_common_options(parser: argparse.ArgumentParser, default: object = False) -> None:
+    """Add `--json` and `--verbose`. Pass SUPPRESS to accept them after the name of a subcommand too."""
+    parser.add_argument("--json", action="store_true", default=default, help="print one JSON document instead of text")
+    parser.add_argument("--verbose", action="store_true", default=default, help="show the logs of other libraries")
 
 
 def _number(text: str, allowed: str, accepts: Callable[[float], bool]) -> float:
@@ -47,12 +53,12 @@ def probability(text: str) -> float:
 
 
 def fraction(text: str) -> float:
-    """A number of at least 0 and below 1."""
+    """A number >= 0 and < 1."""
     return _number(text, "a number >= 0 and < 1", lambda value: 0 <= value < 1)
 
 
 def whole(lower: int) -> Callable[[str], int]:
-    """Whole numbers of at least `lower`; `1e6` and `67_349` are understood."""
+    """Whole numbers >= `lower`; `1e6` and `67_349` are allowed."""
 
     def parse(text: str) -> int:
         return int(_number(text, f"a whole number >= {lower}", lambda value: value == int(value) and value >= lower))
@@ -61,10 +67,10 @@ def whole(lower: int) -> Callable[[str], int]:
 
 
 def key_values(**types: Callable[[str], object]) -> Callable[[str], dict[str, object]]:
-    """Settings written as `r=8,sparsity=0.3`, with one type for each key."""
+    """Settings written as `r=8,sparsity=0.3`, with one type per key."""
 
     def parse(text: str) -> dict[str, object]:
-        settings = {}
+        settings: dict[str, object] = {}
         for item in text.split(","):
             key, equals, value = item.partition("=")
             if not equals or key not in types:

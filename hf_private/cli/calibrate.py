@@ -1,8 +1,8 @@
-"""Find the noise that a privacy budget demands.
+"""Find the noise multiplier for a privacy budget.
 
-The noise multiplier holds for Poisson sampling at rate batch / n, and for neighbouring datasets
-that differ by adding or removing one record. The table shows what epsilon the same noise would
-give if the plan changed.
+The noise multiplier holds for Poisson sampling at rate batch / n, and for neighbouring datasets that
+differ by adding or removing one record. The table shows the epsilon of the same noise under other
+plans.
 
 example:
   hf-private calibrate --n 67349 --batch 2000 --steps 680 --epsilon 3.3 --delta 1e-5
@@ -12,17 +12,19 @@ import argparse
 import math
 import sys
 from dataclasses import dataclass
+from typing import Any
+
+from hf_private.accounting import ACCOUNTANT_NAMES
 
 from .arguments import UsageError, positive, probability, whole
 from .output import print_json, print_table
 
 NAME = "calibrate"
-ACCOUNTANTS = ("prv", "pld", "rdp")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How often which share of the records is looked at."""
+    """Size of the data, expected batch size and number of steps; `change` says how it differs from the request."""
 
     change: str
     n: int
@@ -38,7 +40,7 @@ class Plan:
         return self.steps * self.sample_rate
 
     def neighbours(self) -> "list[Plan]":
-        """Plans that a user may consider next: longer, shorter, and the same epochs in other batches."""
+        """Alternatives: longer, shorter, and the same epochs with other batch sizes."""
         candidates = [
             Plan("twice the epochs", self.n, self.batch, 2 * self.steps),
             Plan("half the epochs", self.n, self.batch, max(1, self.steps // 2)),
@@ -57,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epsilon", type=positive, required=True, help="target epsilon")
     parser.add_argument("--delta", type=probability, required=True, help="target delta, well below 1 / n")
     parser.add_argument(
-        "--accountant", choices=ACCOUNTANTS, default="prv", help="which accountant must hold (default: %(default)s)"
+        "--accountant", choices=ACCOUNTANT_NAMES, default="prv", help="accountant to use (default: %(default)s)"
     )
     parser.add_argument(
         "--records-per-unit", type=whole(1), default=1, metavar="K",
@@ -66,30 +68,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from hf_private.accounting import budget as accounting
+    from hf_private.accounting.budget import BudgetExceeded, calibrate, epsilon_of, group_epsilon
+    from hf_private.accounting.events import Event
 
     if args.batch > args.n:
         raise UsageError(f"argument --batch: must be at most --n = {args.n}, got {args.batch}")
     if args.delta >= 1 / args.n:
-        print(
-            f"warning: --delta {args.delta:g} is not below 1 / n = {1 / args.n:.2g}: a weak promise", file=sys.stderr
-        )
+        weak = f"--delta {args.delta:g} is not below 1 / n = {1 / args.n:.2g}, so the guarantee is weak"
+        print(f"warning: {weak}", file=sys.stderr)
     steps = args.steps or math.ceil(args.epochs * math.ceil(args.n / args.batch))
-    plan = Plan("as asked", args.n, args.batch, steps)
-
+    plan = Plan("as requested", args.n, args.batch, steps)
     try:
-        sigma = accounting.calibrate(
-            args.epsilon, args.delta, plan.sample_rate, plan.steps,
-            accountant=args.accountant, records_per_unit=args.records_per_unit,
-        )  # fmt: skip
-    except (ValueError, accounting.BudgetExceeded) as error:
+        sigma = calibrate(
+            args.epsilon,
+            args.delta,
+            plan.sample_rate,
+            plan.steps,
+            accountant=args.accountant,
+            records_per_unit=args.records_per_unit,
+        )
+    except (ValueError, BudgetExceeded) as error:
         raise UsageError(str(error)) from error
 
     def epsilon(plan: Plan) -> float:
-        events = [accounting.Event(plan.sample_rate, (sigma,), plan.steps)]
+        events = [Event(plan.sample_rate, (sigma,), plan.steps)]
         if args.records_per_unit > 1:
-            return accounting.group_epsilon(events, args.delta, args.records_per_unit)
-        return accounting.epsilon_of(events, args.delta, args.accountant)
+            return group_epsilon(events, args.delta, args.records_per_unit)
+        return epsilon_of(events, args.delta, args.accountant)
 
     rows = [(plan, epsilon(plan)) for plan in (plan, *plan.neighbours())]
     if args.json:
@@ -97,26 +102,26 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"noise multiplier {sigma:.6g} keeps epsilon <= {args.epsilon:g} at delta = {args.delta:g}")
         print_table(
-            "the same noise in other plans",
+            "The same noise under other plans",
             ("plan", "batch", "steps", "epochs", "epsilon"),
-            [(p.change, p.batch, p.steps, f"{p.epochs:.2f}", f"{_up(eps, 3):.3f}") for p, eps in rows],
+            [(p.change, p.batch, p.steps, f"{p.epochs:.2f}", f"{_round_up(eps, 3):.3f}") for p, eps in rows],
         )
     return 0
 
 
-def _up(value: float, digits: int) -> float:
+def _round_up(value: float, digits: int) -> float:
     """Round up: an epsilon must never look smaller than it is."""
     return math.ceil(value * 10**digits) / 10**digits if math.isfinite(value) else value
 
 
-def _report(args: argparse.Namespace, sigma: float, rows: list[tuple[Plan, float]]) -> dict:
+def _report(args: argparse.Namespace, sigma: float, rows: list[tuple[Plan, float]]) -> dict[str, Any]:
     plans = [
         {
             "plan": plan.change,
             "batch": plan.batch,
             "steps": plan.steps,
             "sample_rate": plan.sample_rate,
-            "epsilon": _up(epsilon, 6),
+            "epsilon": _round_up(epsilon, 6),
         }
         for plan, epsilon in rows
     ]

@@ -1,8 +1,9 @@
-"""Check that a model's privacy claim follows from its own record.
+"""Check that the privacy claim of a model follows from its own statement.
 
-Reads privacy.json of a folder or of a repository on the Hub, computes epsilon again from the recorded steps with two
-independent accountants, and compares the record with the card, the ledger (where it lies) and the weights. Nothing is
-unpickled. Exit code: 0 the claim holds, 1 it does not, 2 cannot tell.
+Reads privacy.json from a folder or from a repository on the Hub, computes epsilon again from the
+recorded steps with two independent accountants, and compares the statement with the card, the ledger
+(if it is there) and the weights. Unpickles nothing. Exit code: 0 the claim holds, 1 it does not,
+2 cannot tell.
 
 example:
   hf-private verify path/to/model
@@ -13,6 +14,7 @@ import argparse
 from .output import print_json, print_table
 
 NAME = "verify"
+ANSWERS = {0: "the claim holds.", 1: "the claim does not hold.", 2: "cannot tell."}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,10 +35,11 @@ def run(args: argparse.Namespace) -> int:
         print_json({"status": verdict.status, "code": verdict.code, **claim, "findings": findings, "scope": SCOPE})
         return verdict.code
     rows = [(finding.check, finding.status, finding.message) for finding in verdict.findings]
-    print_table(args.model, ("check", "result", "what was found"), rows)
-    claim = f"epsilon = {guarantee['epsilon']}, delta = {guarantee['delta']}: " if guarantee else ""
-    answer = {0: "the claim holds.", 1: "the claim does not hold.", 2: "cannot tell."}[verdict.code]
+    print_table(args.model, ("check", "result", "finding"), rows)
+    answer = ANSWERS[verdict.code]
     if verdict.record and not verdict.record["private"]:
-        claim, answer = "", "NOT PRIVATE, as its record says. Nothing is claimed, so nothing can hold."
-    print(f"{claim}{answer}{f' {SCOPE}' if verdict.status == HOLDS else ''}")
+        answer = "NOT PRIVATE, as its statement says. It makes no claim that could hold."
+    elif guarantee:
+        answer = f"epsilon = {guarantee['epsilon']}, delta = {guarantee['delta']}: {answer}"
+    print(f"{answer} {SCOPE}" if verdict.status == HOLDS else answer)
     return verdict.code

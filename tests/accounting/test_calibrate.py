@@ -55,9 +55,9 @@ def test_calibrate_with_part_of_the_budget_spent() -> None:
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
 def test_calibrate_says_when_the_budget_is_gone(accountant: str) -> None:
-    with pytest.raises(BudgetExceeded, match=r"epsilon 0.7\d+ of `target_epsilon` 0.5 is spent already.*Raise"):
+    with pytest.raises(BudgetExceeded, match=r"0.7\d+ of `target_epsilon` 0.5"):
         calibrate(0.5, 1e-5, Q, 100, accountant, spent=one("G10")[0])
-    with pytest.raises(BudgetExceeded, match="epsilon inf"):
+    with pytest.raises(BudgetExceeded, match="inf of `target_epsilon`"):
         calibrate(0.5, 1e-5, Q, 100, accountant, spent=[Event(0.1, (1.0,), sampling="shuffled")])
 
 

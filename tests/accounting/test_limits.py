@@ -166,7 +166,7 @@ def test_bad_events(arguments: tuple, name: str) -> None:
 
 @pytest.mark.parametrize("data", [None, [], {}, {"sample_rate": 0.1}, {**Event(0.1, (1.0,)).to_dict(), "colour": 1}])
 def test_bad_event_dicts(data: object) -> None:
-    with pytest.raises(ValueError, match="must be a dict with the keys"):
+    with pytest.raises(ValueError, match="releases, sample_rate, sampling, steps"):
         Event.from_dict(data)
 
 

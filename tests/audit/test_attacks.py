@@ -64,11 +64,11 @@ def test_the_command_audits_a_function(tmp_path: Path, capsys: pytest.CaptureFix
     assert found["contradicted"] is False and found["steps"] == 20 and found["claimed_epsilon"] <= 0.5
     with pytest.raises(SystemExit):
         main(["audit", "canaries", f"{script}:other"])
-    assert "must name a function" in capsys.readouterr().err
+    assert "RUN" in capsys.readouterr().err
 
 
 def test_a_function_that_ignores_the_class_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="with the class that it is given"):
+    with pytest.raises(ValueError, match="`make_trainer`"):
         audit_run(lambda _, folder: small_task(DPTrainer, folder), str(tmp_path), canaries=20)
 
 
@@ -146,7 +146,8 @@ def test_a_function_of_other_arguments_is_refused(tmp_path: Path, capsys: pytest
     (tmp_path / "my_run.py").write_text("def make(folder): ...\n")
     with pytest.raises(SystemExit):
         main(["audit", "step", f"{tmp_path / 'my_run.py'}:make"])
-    assert "must take (trainer_class, output_dir), got make(folder)" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "RUN" in err and "make(folder)" in err
 
 
 @pytest.mark.slow

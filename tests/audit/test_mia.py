@@ -96,7 +96,8 @@ def test_attached_to_the_card_and_a_contradicted_claim(
     write_card(folder, facts())  # epsilon 0.309: not of this model
     assert main(["audit", "mia", folder, *members, "--attach"]) == 1
     out, err = capsys.readouterr()
-    assert "contradicted" in out and "without noise" in err
+    assert out.splitlines()[-1].startswith(f"{folder}:"), "the model whose claim is contradicted is named"
+    assert "without noise" in err
     attached = read_record(folder)["audit"]
     assert attached["mia_success"] > 0.6 and attached["mia_is_private"] is False
     assert "mia_auc" in Path(folder, CARD).read_text()
@@ -131,7 +132,7 @@ def test_a_runs_audit_is_attached_to_its_models_card(
     assert all(name in Path(folder, CARD).read_text() for name in wanted)
     assert verify(folder).code == 0, "the record and its card stay consistent"
     for arguments, words in (
-        ([f"{script}:make", "--attach", str(tmp_path)], "a privacy.json"),
+        ([f"{script}:make", "--attach", str(tmp_path)], "--attach"),
         (["--attach", folder], "RUN"),
     ):
         with pytest.raises(SystemExit):

@@ -111,7 +111,7 @@ def test_the_bound_of_epsilon_holds_and_is_not_empty(side: int) -> None:
 
 
 def test_too_few_records_and_broken_losses_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least 4 records each, got 3"):
+    with pytest.raises(ValueError, match="`members` and `others`"):
         audit.infer_membership(np.zeros(3), np.zeros(9), 1e-5)
-    with pytest.raises(ValueError, match="`others` must have finite"):
+    with pytest.raises(ValueError, match="^`others`"):
         audit.infer_membership(np.zeros(9), np.full(9, np.nan), 1e-5)

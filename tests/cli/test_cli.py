@@ -7,6 +7,9 @@ import sys
 import pytest
 
 from hf_private import __version__
+from hf_private.accounting import ACCOUNTANT_NAMES, LAWS
+from hf_private.accounting.accountants import ACCOUNTANTS
+from hf_private.accounting.composition import SHAPES
 from hf_private.cli import calibrate
 from hf_private.cli.main import COMMANDS, build_parser, main
 
@@ -33,6 +36,14 @@ def test_help_has_an_example(command: str | None, capsys: pytest.CaptureFixture)
     assert stop.value.code == 0
     example = out.partition("example")[2]
     assert f"  hf-private {command or ''}".rstrip() in example
+
+
+@pytest.mark.parametrize("attack", ["mia", "canaries", "step"])
+def test_help_of_an_attack_has_an_example_that_is_understood(attack: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        main(["audit", attack, "--help"])
+    example = capsys.readouterr().out.strip().splitlines()[-1]
+    assert build_parser().parse_args(example.split()[1:]).attack == attack
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.NAME)
@@ -68,7 +79,7 @@ WRONG = [  # (arguments, the option that is named, what is allowed); what was go
     (["doctor", "model", "--carriers", "q=8"], "--carriers", "KEY=VALUE with a key of r, sparsity"),
     (["card", "model", "--tuning-runs", "0"], "--tuning-runs", "a whole number >= 1"),
     (["card", "model", "--law", "uniform"], "--law", "'fixed', 'geometric', 'logarithmic'"),
-    (["card", "nowhere"], "PATH", "a privacy.json"),
+    (["card", "nowhere"], "PATH", "privacy.json"),
     (["compose", "a", "--delta", "1"], "--delta", "a number between 0 and 1"),
     (["frobnicate"], "COMMAND", "'demo', 'calibrate', 'doctor'"),
 ]
@@ -95,6 +106,11 @@ def test_every_option_with_a_value_has_a_wrong_value_above() -> None:
 def _required(command) -> list[str]:
     line = next(line for line in command.__doc__.splitlines() if line.strip().startswith("hf-private "))
     return line.split()[2:]
+
+
+def test_choices_are_the_ones_that_the_library_knows() -> None:
+    assert tuple(ACCOUNTANTS) == ACCOUNTANT_NAMES
+    assert LAWS == ("fixed", *SHAPES)
 
 
 def test_missing_and_unknown_options_are_named(capsys: pytest.CaptureFixture) -> None:

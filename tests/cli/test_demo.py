@@ -36,7 +36,7 @@ def test_keywords_alone_do_not_decide() -> None:
 
 def test_pretrained_weights_are_checked(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"something else")
-    with pytest.raises(ValueError, match="SHA-256"):
+    with pytest.raises(ValueError, match="`model.safetensors`"):
         encoder.load_pretrained(tmp_path, tickets.TOPICS)
 
 

@@ -45,7 +45,7 @@ def test_a_model_read_by_its_mean_is_a_plain_bert(tmp_path):
 
 
 def test_other_models_are_not_read_by_their_mean():
-    with pytest.raises(ValueError, match="'first' for GPT2LMHeadModel"):
+    with pytest.raises(ValueError, match="`pooling`"):
         read_by_mean(zoo.small("gpt2"))
 
 
@@ -63,5 +63,5 @@ def test_frozen_modules_stay_as_they_are_under_every_method(method, tmp_path):
 
 
 def test_a_frozen_name_that_is_not_there_is_an_error():
-    with pytest.raises(ValueError, match="matches none"):
+    with pytest.raises(ValueError, match="`frozen_modules`"):
         with_method(bert(), RecipeOptions(frozen_modules="layer.0"))

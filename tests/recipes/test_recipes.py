@@ -265,24 +265,24 @@ def test_mistakes_in_settings_are_named(tmp_path):
     path.write_text("target_epsilon: 8\nlerning_rate: 1\n")
     with pytest.raises(ValueError, match="lerning_rate"):
         options.parse(glue.GlueOptions, None, ["--config", str(path)])
-    with pytest.raises(ValueError, match="must be one of np, bk"):
+    with pytest.raises(ValueError, match="`method`.*rpg"):
         options.parse(glue.GlueOptions, None, ["--method", "rpg"])
     with pytest.raises(ValueError, match="--method bk"):
         options.parse(glue.GlueOptions, None, ["--method", "bk", "--carriers", '{"r": 2}'])
     with pytest.raises(ValueError, match="--leraning_rate"):
         options.parse(glue.GlueOptions, None, ["--target_epsilon", "8", "--leraning_rate", "1"])
-    with pytest.raises(ValueError, match="`--carriers` must be a JSON object, as '{\"r\": 4}', got 'r=4'"):
+    with pytest.raises(ValueError, match="`--carriers`.*r=4"):
         options.parse(glue.GlueOptions, None, ["--method", "rgp", "--carriers", "r=4"])
-    with pytest.raises(ValueError, match="A budget must be given.*--config"):
+    with pytest.raises(ValueError, match="`--target_epsilon`"):
         options.parse(glue.GlueOptions, None, [])
-    with pytest.raises(ValueError, match="`--output_dir` must be given"):
+    with pytest.raises(ValueError, match="`--output_dir`"):
         options.parse(glue.GlueOptions, None, ["--target_epsilon", "8"])
     path.write_text("by_method: {lgs: {}}\n")
-    with pytest.raises(ValueError, match="some.yaml: every name under `by_method` must be one of"):
+    with pytest.raises(ValueError, match="some.yaml.*`by_method`.*lgs"):
         options.parse(glue.GlueOptions, None, ["--config", str(path)])
     path.write_text("a: [")
     for config in (path, tmp_path / "none.yaml"):
-        with pytest.raises(ValueError, match=f"{config.name}' cannot be read as YAML"):
+        with pytest.raises(ValueError, match=f"`--config`.*{config.name}"):
             options.parse(glue.GlueOptions, None, ["--config", str(config)])
 
 
@@ -293,7 +293,7 @@ def test_missing_data_says_where_it_was_looked_for(tmp_path, monkeypatch):
     monkeypatch.delenv("HF_PRIVATE_DATA", raising=False)
     with pytest.raises(FileNotFoundError, match=rf"train.*{tmp_path.name}.*HF_PRIVATE_DATA"):
         data.load("sst2", "train", str(tmp_path), ("train",), ("nyu-mll/glue", "sst2"), "train")
-    with pytest.raises(FileNotFoundError, match="Hub cannot be reached"):
+    with pytest.raises(FileNotFoundError, match="`--data_dir`"):
         data.load("sst2", "train", None, ("train",), ("nyu-mll/glue", "sst2"), "train")
 
 
@@ -302,12 +302,12 @@ def test_wrong_columns_labels_and_models_are_named(tmp_path):
         (tmp_path / f"{split}.tsv").write_text("target\ttext\n1\tgood\n")
     line = ["--target_epsilon", "8", "--output_dir", str(tmp_path), "--data_dir", str(tmp_path)]
     options_, *_ = options.parse(glue.GlueOptions, None, line)
-    with pytest.raises(ValueError, match="train.tsv must have a column `sentence`, got target, text"):
+    with pytest.raises(ValueError, match="train.tsv.*`sentence`"):
         glue.load_data(options_, None)
     rows = data.Dataset.from_list([{"sentence": "good", "label": "yes"}])
-    with pytest.raises(ValueError, match="`label` must be one of .*, got 'yes'"):
+    with pytest.raises(ValueError, match="`label`.*'yes'"):
         glue.tokenized(rows, glue.TASKS["sst2"], None, 8)
-    with pytest.raises(FileNotFoundError, match="outputs/gpt2_tiny. Make it first: python recipes/pretrain_tiny.py"):
+    with pytest.raises(FileNotFoundError, match="outputs/gpt2_tiny.*recipes/pretrain_tiny.py"):
         data.model_path("outputs/gpt2_tiny")
 
 
@@ -388,8 +388,3 @@ def test_texts_are_scored_against_all_their_references():
     assert second["rouge_l"] == pytest.approx(100)  # the best reference counts, not the first
     wrong = nlg.compute(predictions=["nothing of it", "nor here"], references=references)
     assert all(wrong[name] < exact[name] / 10 for name in ("bleu", "rouge_l", "nist", "cider"))
-
-
-def test_recipes_stay_short():
-    for name in ("glue", "e2e", "vision", "sweep", "pretrain_tiny", "epoch_time"):
-        assert len((RECIPES / f"{name}.py").read_text().splitlines()) <= 250, name

@@ -120,12 +120,13 @@ def test_two_sweeps_can_share_a_table(table, capsys):
     assert len(calls(table)) == 8 + 9
     with pytest.raises(SystemExit):
         sweep.main([*config, "--methods", "rgb"])
-    assert "--methods must be of this table's (np, bk, rgp), got rgb" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "--methods" in err and "rgb" in err
 
 
 def test_a_recipes_config_is_no_table(tmp_path):
     (tmp_path / "sst2.yaml").write_text("task: sst2\n")
-    with pytest.raises(SystemExit, match="sst2.yaml is no table: it has no `config`"):
+    with pytest.raises(SystemExit, match="sst2.yaml.*`config`"):
         sweep.main(["--config", str(tmp_path / "sst2.yaml")])
 
 

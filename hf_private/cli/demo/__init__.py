@@ -1,1 +1,1 @@
-"""`hf-private demo`: a private fine-tune from start to card, offline."""
+"""`hf-private demo`: a private fine-tune and its card, offline."""

@@ -1,4 +1,4 @@
-"""The demo's picture: epsilon and accuracy over the steps of a private run and of its non-private twin."""
+"""The plot of the demo: epsilon and accuracy over the steps, with and without privacy."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,15 +7,13 @@ Curve = Sequence[tuple[int, float]]  # (step, value)
 
 
 def draw(path: Path, epsilon: Curve, accuracy: dict[str, Curve], budget: float, chance: float) -> bool:
-    """Write the picture; False if matplotlib is not installed."""
+    """Write the plot; return False if matplotlib is not installed."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
     left.plot(*zip(*epsilon, strict=True), marker="o", markersize=4, color="tab:purple")
     left.axhline(budget, color="gray", linestyle="--", linewidth=1)
     left.annotate("budget", (0, budget), xytext=(2, -12), textcoords="offset points", color="gray")
@@ -26,5 +24,4 @@ def draw(path: Path, epsilon: Curve, accuracy: dict[str, Curve], budget: float, 
     right.set(title="accuracy on new tickets", xlabel="step", ylim=(0, 1.02))
     right.legend(loc="lower right")
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)
     return True

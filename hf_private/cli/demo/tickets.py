@@ -1,8 +1,8 @@
-"""The demo's data: invented support tickets by topic, generated on the spot.
+"""The data of the demo: synthetic support tickets by topic.
 
-No person, address or order in them exists. They carry names, e-mail addresses and order numbers all the same, because
-that is what a support desk's real tickets carry, and what private training must not let out. Topics share words, and
-one ticket in three mentions a second topic in passing, so that keywords alone do not decide.
+No person, address or order in them exists. They contain names, e-mail addresses and order numbers because real tickets
+do, and private training must not leak them. Topics share words, and one ticket in three also mentions a second topic,
+so that keywords alone do not determine the topic.
 """
 
 import random
@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 
 class Ticket(NamedTuple):
-    """One record: what a customer wrote, and the index of its topic in `TOPICS`."""
+    """One record: the text, and the index of its topic in `TOPICS`."""
 
     text: str
     label: int
 
 
-# topic -> what a ticket of this topic is about
+# topic -> templates for its main sentence
 COMPLAINTS = {
     "billing": [
         "I was charged twice for {item}",
@@ -117,14 +117,14 @@ def generate(count: int, seed: int = 0, aside: float = 1 / 3) -> list[Ticket]:
     >>> generate(2)[1].text
     '...'
     """
-    rng = random.Random(f"tickets {seed}")  # the data is public and invented: no secret randomness here
+    rng = random.Random(f"tickets {seed}")  # the data is public and synthetic: no secret randomness needed
     tickets = []
     for _ in range(count):
         label = rng.randrange(len(TOPICS))
         sentences = [_sentence(rng, TOPICS[label])]
         if rng.random() < aside:
             sentences.append(f"{rng.choice(_LINKS)} {_sentence(rng, rng.choice(TOPICS))}")
-            if rng.random() < 1 / 5:  # some come to the point late
+            if rng.random() < 1 / 5:  # some mention the main topic last
                 sentences.reverse()
         parts = [rng.choice(_OPENINGS), *(f"{text[0].upper()}{text[1:]}." for text in sentences), _contact(rng)]
         tickets.append(Ticket(" ".join(part for part in parts if part), label))

@@ -1,4 +1,4 @@
-"""The demo's training: one `DPTrainer` run, observed."""
+"""The training of the demo: one `DPTrainer` run, with curves of epsilon and accuracy."""
 
 import math
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 from tqdm import tqdm
 from transformers import (
     EvalPrediction,
@@ -30,7 +31,7 @@ MICRO_BATCH = 32
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings that suit a model, found on tickets of other seeds. Noise tames Adam, so the private run bears more."""
+    """Settings for one model, found on tickets with other seeds. The private run tolerates a higher learning rate."""
 
     steps: int
     private_rate: float
@@ -39,20 +40,20 @@ class Plan:
 
 
 PLANS = {
-    # The last two layers are trained; what lies below is frozen, which saves half of the backward pass and much noise.
+    # Trains the last two layers. Freezing those below saves half of the backward pass and much noise.
     "pretrained": Plan(
         24, 1e-2, 3e-3, CarrierConfig(r=8, target_modules=r".*layer\.(4|5)\..*(query|key|value|dense)|.*pooler\.dense")
     ),
-    # Random embeddings have to be learned, all of them.
+    # Random embeddings must be trained too.
     "random": Plan(150, 3e-3, 1e-3, CarrierConfig(r=8, modules_to_save=["word_embeddings"])),
 }
 EVALUATIONS = 4
-LONGEST = 32  # tokens of a ticket; its signature may be cut
+MAX_LENGTH = 32  # tokens of a ticket; its signature may be cut
 
 
 @dataclass(frozen=True)
 class Data:
-    """Tokenized tickets, to train on and to evaluate with."""
+    """Tokenized tickets for training and evaluation."""
 
     train: datasets.Dataset
     test: datasets.Dataset
@@ -60,9 +61,9 @@ class Data:
     @classmethod
     def tokenized(cls, tokenizer: PreTrainedTokenizerBase, train: Sequence[Ticket], test: Sequence[Ticket]) -> "Data":
         def encode(tickets: Sequence[Ticket]) -> datasets.Dataset:
-            tokens = tokenizer([ticket.text for ticket in tickets], truncation=True, max_length=LONGEST)
+            tokens = tokenizer([ticket.text for ticket in tickets], truncation=True, max_length=MAX_LENGTH)
             columns = {name: tokens[name] for name in ("input_ids", "attention_mask")}
-            info = datasets.DatasetInfo(dataset_name="invented support tickets")  # for the card
+            info = datasets.DatasetInfo(dataset_name="synthetic support tickets")  # for the card
             return datasets.Dataset.from_dict({**columns, "labels": [ticket.label for ticket in tickets]}, info=info)
 
         return cls(encode(train), encode(test))
@@ -70,7 +71,7 @@ class Data:
 
 @dataclass
 class Outcome:
-    """What became of a run: curves over (step, value), the spent epsilon, and the noise that it took."""
+    """Result of a run: curves of (step, value), the spent epsilon, and the noise multiplier."""
 
     epsilons: list[tuple[int, float]] = field(default_factory=list)
     accuracies: list[tuple[int, float]] = field(default_factory=list)
@@ -79,45 +80,54 @@ class Outcome:
 
 
 class Progress(TrainerCallback):
-    """A progress bar that shows epsilon and accuracy, and notes both."""
+    """A progress bar with epsilon and accuracy; records both in `outcome`."""
 
     def __init__(self, outcome: Outcome, trainer: DPTrainer, steps: int) -> None:
-        self.outcome, self.trainer = outcome, trainer
+        self.outcome = outcome
+        self.trainer = trainer
+        self.shown: dict[str, str] = {}
         self.bar = tqdm(
             total=steps, bar_format="{l_bar}{bar:30}| step {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
         )
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Show what has been spent so far."""
-        # The quick bound of every step is loose; the budget, which no step may exceed, bounds epsilon as well.
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Show the epsilon spent so far."""
+        # The fast bound is loose; the budget, which no step exceeds, also bounds epsilon.
         epsilon = min(self.trainer.privacy_callback.epsilon(), self.trainer.dp_config.target_epsilon or math.inf)
         self._show(epsilon=f"{epsilon:.2f}" if math.isfinite(epsilon) else "infinite")
         self.bar.update()
 
-    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, metrics: dict, **_: Any) -> None:
-        """Note the accuracy on tickets that were not trained on, and what it has cost."""
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Record the accuracy on test tickets, and the epsilon spent so far."""
+        found = kwargs["metrics"]["eval_accuracy"]
         self.outcome.epsilons.append((state.global_step, self.trainer.privacy_callback.epsilon(exact=True)))
-        self.outcome.accuracies.append((state.global_step, metrics["eval_accuracy"]))
-        self._show(accuracy=f"{metrics['eval_accuracy']:.1%}")
+        self.outcome.accuracies.append((state.global_step, found))
+        self._show(accuracy=f"{found:.1%}")
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.bar.close()
 
     def _show(self, **parts: str) -> None:
-        self.shown = {**getattr(self, "shown", {}), **parts}
+        self.shown |= parts
         self.bar.set_postfix(self.shown, refresh=False)
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    """Share of tickets whose topic was found."""
-    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+    """Share of tickets whose predicted topic is right."""
+    predicted = np.asarray(prediction.predictions).argmax(-1)
+    return {"accuracy": float((predicted == prediction.label_ids).mean())}
+
+
+def budget(epsilon: float | None) -> dict[str, Any]:
+    """Settings of DPConfig for a target epsilon, or for training without privacy if it is None."""
+    return {"noise_multiplier": 0.0, "clip_norm": math.inf} if epsilon is None else {"target_epsilon": epsilon}
 
 
 def train(
     encoder: Encoder, data: Data, folder: Path, plan: Plan, batch: int, *, epsilon: float | None, delta: float
 ) -> Outcome:
-    """Train with carriers to a budget, or without privacy if `epsilon` is None, and save what is private."""
-    budget = {"noise_multiplier": 0.0, "clip_norm": math.inf} if epsilon is None else {"target_epsilon": epsilon}
+    """Train with carriers to a budget, or without privacy if `epsilon` is None. Saves the private model only."""
+    method: dict[str, Any] = {"expected_batch_size": batch, "carriers": plan.carriers}
     trainer = DPTrainer(
         encoder.model,
         TrainingArguments(
@@ -133,13 +143,13 @@ def train(
             report_to=[],
             disable_tqdm=True,
         ),
-        dp_config=DPConfig(**budget, target_delta=delta, expected_batch_size=batch, carriers=plan.carriers),
+        dp_config=DPConfig(**budget(epsilon), **method, target_delta=delta),
         train_dataset=data.train,
         eval_dataset=data.test,
         processing_class=encoder.tokenizer,
         compute_metrics=accuracy,
     )
-    trainer.remove_callback(PrinterCallback)  # without Trainer's bar it would print every log entry
+    trainer.remove_callback(PrinterCallback)  # it prints every log entry if the progress bar of Trainer is off
     outcome = Outcome()
     trainer.add_callback(Progress(outcome, trainer, plan.steps))
     trainer.evaluate()

@@ -1,1 +1,1 @@
-"""`hf-private doctor`: which parameters of a model are covered, and what training it costs."""
+"""`hf-private doctor`: which parameters of a model are covered, and the cost of training it."""

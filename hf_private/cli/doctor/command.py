@@ -1,17 +1,17 @@
-"""Show which parameters of a model can be trained privately, and what a step would cost.
+"""Show which parameters of a model can be trained privately, and the cost of a step.
 
-The model is built from its configuration, without its weights, and a step is run on tensors
-without data, so that also very large models can be examined. The exit code is 1 if something
-would be refused.
+Builds the model from its configuration, without its weights, and runs a step on tensors without data,
+so that even very large models can be examined. The exit code is 1 if training would refuse a
+parameter.
 
-example:
+examples:
   hf-private doctor path/to/model --batch 8 --length 128
   hf-private doctor path/to/model --carriers r=8,sparsity=0.3
 """
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_private.cli.arguments import TASKS, UsageError, fraction, key_values, whole
 from hf_private.cli.output import print_json, print_table
@@ -26,22 +26,20 @@ if TYPE_CHECKING:
     from .variants import Row
 
 NAME = "doctor"
-SMALL = 500_000_000  # parameters of a model that may be built for real, where tensors without data do not suffice
+SMALL = 500_000_000  # largest model (in parameters) to build with data if a step on tensors without data fails
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a model's or adapter's folder, or its name on the Hub")
-    parser.add_argument(
-        "--task", choices=TASKS, help="which head to put on the model (default: the one that its config names)"
-    )
+    parser.add_argument("model", metavar="MODEL", help="folder of a model or adapter, or its name on the Hub")
+    parser.add_argument("--task", choices=TASKS, help="head of the model (default: the one that its config names)")
     parser.add_argument("--batch", type=whole(1), default=8, help="records in a micro-batch (default: %(default)s)")
-    parser.add_argument("--length", type=whole(1), help="tokens per record (default: 128, or what the model takes)")
+    parser.add_argument("--length", type=whole(1), help="tokens per record (default: 128, or the model's maximum)")
     parser.add_argument(
         "--carriers",
         metavar="r=8,...",
         type=key_values(r=whole(1), sparsity=fraction, source=str, sides=str),
         default={},
-        help="low-rank carriers: r, sparsity, source, sides as in CarrierConfig (default: r=8,sparsity=0.3)",
+        help="fields r, sparsity, source and sides of CarrierConfig (default: r=8,sparsity=0.3)",
     )
 
 
@@ -55,20 +53,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _examine(args: argparse.Namespace) -> "tuple[list[Entry], list[Row]]":
-    """Coverage and costs, on tensors without data if the model allows it, otherwise on small real ones."""
+    """Coverage and costs, on tensors without data if the model allows it, otherwise on the CPU."""
     from .models import builder
 
     build = builder(args.model, args.task)
-    attempts = [("meta", False), ("meta", True)]  # some models look for padding, others are content with a mask
+    attempts = [("meta", False), ("meta", True)]  # without a mask some models look at the data; others reject a mask
     model = build("meta")
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None) or 128
     args.length = min(128, longest) if args.length is None else args.length
     if sum(p.numel() for p in model.parameters()) <= SMALL:
         attempts.append(("cpu", True))
+    reason = ""
     for device, mask in attempts:
         try:
             return _examine_on(lambda device=device: build(device).train(), device, mask, args)
-        except ValueError as error:  # the library's own refusals: a rank above the matrices' size, an unknown source
+        except ValueError as error:  # a refusal by the library: a rank above the size of a matrix, an unknown source
             raise UsageError(f"argument --carriers: {error}" if args.carriers else str(error)) from error
         except (NotImplementedError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
@@ -95,7 +94,7 @@ def _examine_on(
 
 
 def _groups(entries: "list[Entry]") -> list[tuple[str, str, int, int, str]]:
-    """Entries with the same fate together: (status, note, parameters, numbers, first name)."""
+    """Entries grouped by status and note: (status, note, number of tensors, number of parameters, first name)."""
     groups: dict[tuple[str, str], list[Entry]] = {}
     for entry in entries:
         groups.setdefault((entry.status, entry.note), []).append(entry)
@@ -109,7 +108,7 @@ def _show(args: argparse.Namespace, entries: "list[Entry]", rows: "list[Row]") -
     groups = _groups(entries)
     print_table(
         f"Parameters of {args.model}",
-        ("status", "rule", "tensors", "numbers", "for instance"),
+        ("status", "rule", "tensors", "parameters", "example"),
         [
             (status, note if status == "covered" else "", n, f"{size:,}", name)
             for status, note, n, size, name in groups
@@ -117,12 +116,11 @@ def _show(args: argparse.Namespace, entries: "list[Entry]", rows: "list[Row]") -
     )
     for status, note, count, _, name in groups:
         if status == "refused":
-            print(
-                f"refused: {name}" + (f" and {count - 1} more" if count > 1 else "") + f"\n  {note}", file=sys.stderr
-            )
+            more = f" and {count - 1} more" if count > 1 else ""
+            print(f"refused: {name}{more}\n  {note}", file=sys.stderr)
     print_table(
-        f"A micro-batch of {args.batch} records of {args.length} tokens, beside the weights",
-        ("method", "trained", "noised", "peak memory", "of plain", "operations", "of plain", "in all"),
+        f"A micro-batch of {args.batch} records of {args.length} tokens, without the weights",
+        ("method", "trained", "noised", "peak memory", "of plain", "operations", "of plain", "total memory"),
         [
             (
                 row.method,
@@ -139,17 +137,17 @@ def _show(args: argparse.Namespace, entries: "list[Entry]", rows: "list[Row]") -
     )
     trained = sum(entry.size for entry in entries if entry.status == "covered")
     total = sum(entry.size for entry in entries)
-    print(f"{trained:,} of {total:,} numbers can be trained privately. float32: weights {total * 4 / 2**20:,.0f} MiB,")
-    print(f"AdamW's state {trained * 8 / 2**20:,.0f} MiB. In all: weights, AdamW, and a micro-batch with the sums so")
-    print("far or, if that is more, an update's gradients. Attention is counted with its probabilities kept; what an")
-    print("allocator keeps in reserve comes on top.")
+    print(f"{trained:,} of {total:,} parameters can be trained privately.")
+    print(f"float32: weights {total * 4 / 2**20:,.0f} MiB, state of AdamW {trained * 8 / 2**20:,.0f} MiB.")
+    print("Total memory: both, and the larger of a micro-batch with the sums so far and the gradients of an update.")
+    print("Attention is counted with its probabilities kept. Memory that an allocator reserves is not counted.")
 
 
-def _report(args: argparse.Namespace, entries: "list[Entry]", rows: "list[Row]") -> dict:
-    count = {status: sum(e.size for e in entries if e.status == status) for status in ("covered", "frozen", "refused")}
+def _report(args: argparse.Namespace, entries: "list[Entry]", rows: "list[Row]") -> dict[str, Any]:
+    sizes = {status: sum(e.size for e in entries if e.status == status) for status in ("covered", "frozen", "refused")}
     return {
         "model": args.model,
-        "numbers": count,
+        "numbers": sizes,
         "parameters": [vars(entry) for entry in entries],
         "micro_batch": {"records": args.batch, "length": args.length},
         "methods": {row.method: {k: v for k, v in vars(row).items() if k != "method"} for row in rows},

@@ -1,11 +1,12 @@
-"""What one micro-batch costs, counted instead of guessed: a step is run on tensors without data.
+"""Cost of one micro-batch, measured by running a step on tensors without data.
 
-On the meta device every operation computes shapes only, so that a step of a model with billions of parameters takes
-seconds and no memory. `PeakMemory` adds up the storages that are alive at each moment; torch counts the operations.
+On the meta device every operation computes shapes only, so a step of a model with billions of parameters takes seconds
+and no memory. `PeakMemory` adds up the storages that are alive at each moment; torch counts the operations.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +19,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_private.gradients.bookkeeper import BookKeeper, trainable
 from hf_private.gradients.method import Method
-from hf_private.gradients.persample import Grams
+from hf_private.gradients.persample import Grams, PerSample
 
 
 class PeakMemory(TorchDispatchMode):
-    """Counts the bytes of tensors that are created inside the block: alive now, and at most at once.
+    """Counts the bytes of tensors created inside the block: alive now (`live`), and at most at once (`peak`).
 
     >>> with PeakMemory() as memory:
     ...     x = torch.ones(1000)
@@ -34,7 +35,8 @@ class PeakMemory(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = 0
+        self.live = 0
+        self.peak = 0
         self._known = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -46,7 +48,7 @@ class PeakMemory(TorchDispatchMode):
         return out
 
     def _enter(self, storage: torch.UntypedStorage, arguments: list[torch.UntypedStorage]) -> None:
-        # A view of a tensor that was there before the block (a weight) is nothing new.
+        # A view of a tensor that existed before the block (a weight) takes no new memory.
         if storage in self._known or any(storage._cdata == other._cdata for other in arguments):
             return
         size = storage.nbytes()
@@ -68,14 +70,14 @@ class Cost:
 
 
 def measure(step: Callable[[], None]) -> Cost:
-    """Run `step` and count what it costs."""
+    """Run `step` and measure its cost."""
     with FlopCounterMode(display=False) as operations, PeakMemory() as memory:
         step()
     return Cost(memory.peak, operations.get_total_flops())
 
 
 def plain_step(model: nn.Module, loss: Callable[[], Tensor]) -> None:
-    """A micro-batch of ordinary training, after the first: gradients add up on every trainable parameter."""
+    """A micro-batch of ordinary training, not the first: gradients add up on every trainable parameter."""
     for p in trainable(model).values():
         p.grad = torch.zeros_like(p)
     loss().sum().backward()
@@ -83,20 +85,23 @@ def plain_step(model: nn.Module, loss: Callable[[], Tensor]) -> None:
 
 
 def private_step(model: nn.Module, loss: Callable[[], Tensor], method: Method) -> None:
-    """A micro-batch of a private step, after the first: backward pass, norms, clipped sums that add up."""
-    some = next(iter(trainable(model).values()))
-    dtype = torch.float64 if some.dtype == torch.float64 else torch.float32
-    sums = {block: torch.zeros(shape, dtype=dtype, device=some.device) for block, shape in method.blocks.items()}
+    """A micro-batch of a private step, not the first: backward pass, norms, clipped sums that add up."""
+    first = next(iter(trainable(model).values()))
+    dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+    sums = {block: torch.zeros(shape, dtype=dtype, device=first.device) for block, shape in method.blocks.items()}
     with BookKeeper(model, method) as book:
         losses = loss()
         book.backward(losses)
-        factors, grams = losses.detach().to(dtype), Grams()
-        records = book.pop_entries()
-        for value in records.values():
-            try:
-                value.sq_norm(grams)
-            except (NotImplementedError, RuntimeError):  # an embedding's norm looks at the indices, which have no data
-                pass
-        del grams, value
-        for block in list(records):  # the book is freed piece by piece
-            records.pop(block).weighted_sum(factors, sums[block])
+        factors = losses.detach().to(dtype)
+        entries = book.pop_entries()
+        _take_norms(entries)
+        for block in list(entries):  # frees the entries one by one
+            entries.pop(block).weighted_sum(factors, sums[block])
+
+
+def _take_norms(entries: Mapping[str, PerSample]) -> None:
+    grams = Grams()
+    for value in entries.values():
+        # The norm of an embedding reads the indices, which have no data on the meta device.
+        with suppress(NotImplementedError, RuntimeError):
+            value.sq_norm(grams)

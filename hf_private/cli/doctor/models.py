@@ -1,4 +1,4 @@
-"""Models for the doctor: built from a configuration alone, on a device of choice, with inputs that fit."""
+"""Models that `hf-private doctor` examines, built from a configuration alone, and inputs for them."""
 
 import json
 from collections.abc import Callable
@@ -20,9 +20,9 @@ PEFT_TASKS = {
 
 
 def builder(name: str, task: str | None = None) -> Callable[[str], nn.Module]:
-    """A function from a device to the model that `name` describes: a folder, a config file, an adapter, a hub id.
+    """A function from a device to the model `name`: a folder, a config file, an adapter or a name on the Hub.
 
-    Weights are not read: which parameters are covered and what a step costs depend on the architecture alone.
+    Weights are not read: coverage and cost depend on the architecture alone.
     """
     adapter = Path(name) / "adapter_config.json"
     if adapter.is_file():
@@ -31,22 +31,20 @@ def builder(name: str, task: str | None = None) -> Callable[[str], nn.Module]:
         peft_config = PeftConfig.from_pretrained(name)
         if not peft_config.base_model_name_or_path:
             raise UsageError(f"argument MODEL: must name its base model in {adapter}, got none")
-        peft_config.inference_mode = False  # a saved adapter is frozen unless it is to be trained
+        peft_config.inference_mode = False  # PEFT freezes a loaded adapter otherwise
         task = task or PEFT_TASKS.get(json.loads(adapter.read_text()).get("task_type") or "")
         base = builder(peft_config.base_model_name_or_path, task)
         return lambda device: get_peft_model(base(device), peft_config)
+    must = f"argument MODEL: must be a folder with a config.json or a name on the Hub, got {name!r}"
     if name == "" or (name[0] in "./~" and not Path(name).exists()):
-        raise UsageError(f"argument MODEL: must be a folder with a config.json or a hub id, got {name!r}")
+        raise UsageError(must)
 
     import transformers
 
     try:
         config = transformers.AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UsageError(
-            f"argument MODEL: must be a folder with a config.json or a hub id, got {name!r}: {reason}"
-        ) from None
+        raise UsageError(f"{must}: {str(error).strip().splitlines()[0]}") from None
     factory = _factory(config, task)
 
     def build(device: str) -> nn.Module:
@@ -57,7 +55,7 @@ def builder(name: str, task: str | None = None) -> Callable[[str], nn.Module]:
 
 
 def _factory(config: Any, task: str | None) -> Callable[[Any], nn.Module]:
-    """The class that the config names if it has a head, otherwise a classifier: fine-tuning needs a task."""
+    """The class that the config names if it has a head, otherwise a classifier."""
     import transformers
 
     from hf_private.tasks.heads import HEAD_CLASSES
@@ -73,33 +71,39 @@ def _factory(config: Any, task: str | None) -> Callable[[Any], nn.Module]:
         allowed = f"must be one of {', '.join(fitting)}" if fitting else "none is known"
         raise UsageError(f"argument --task: {allowed} for a {config.model_type} model, got {task}")
     if task == "sequence-classification" and config.get_text_config().pad_token_id is None:
-        config.get_text_config().pad_token_id = 0  # classifiers on decoders look for the last token before the padding
+        config.get_text_config().pad_token_id = 0  # classifiers on decoders search the last token before the padding
     return auto.from_config
 
 
 def inputs(model: nn.Module, batch: int, length: int, device: str, mask: bool) -> dict[str, Tensor]:
-    """Inputs of the right shape: `batch` records of `length` tokens, or images of the config's size."""
+    """Inputs: `batch` records of `length` tokens, or images of the size in the config."""
     from hf_private.tasks.heads import Head, base_model, head_of
 
     base = base_model(model)
     if base.main_input_name == "pixel_values":
         size = getattr(base.config, "image_size", 224)
-        size = tuple(size) if isinstance(size, list | tuple) else (size, size)
-        return {"pixel_values": torch.zeros(batch, getattr(base.config, "num_channels", 3), *size, device=device)}
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        channels = getattr(base.config, "num_channels", 3)
+        return {"pixel_values": torch.zeros(batch, channels, height, width, device=device)}
     shape = (batch, 2, length) if head_of(model) is Head.MULTIPLE_CHOICE else (batch, length)
     ids = torch.ones(shape, dtype=torch.long, device=device)
-    return {
-        "input_ids": ids,
-        **({"attention_mask": torch.ones_like(ids)} if mask else {}),
-        **({"decoder_input_ids": ids} if head_of(model) is Head.SEQ2SEQ_LM else {}),
-    }
+    tensors = {"input_ids": ids}
+    if mask:
+        tensors["attention_mask"] = torch.ones_like(ids)
+    if head_of(model) is Head.SEQ2SEQ_LM:
+        tensors["decoder_input_ids"] = ids
+    return tensors
 
 
 def losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """A stand-in for the loss (N,), of the same cost: cross entropy of the first class, averaged over each record."""
+    """A loss (N,) with the cost of the real one: cross entropy of the first class, averaged over each record."""
     outputs = model(**batch)
     logits = [outputs[key] for key in ("logits", "start_logits", "end_logits") if key in outputs]
-    return -sum(
-        x.float().log_softmax(-1)[..., 0].flatten(1).mean(1) if x.dim() > 2 else x.log_softmax(-1)[:, 0]
-        for x in logits
-    )
+    return -torch.stack([_first_class(x) for x in logits]).sum(0)
+
+
+def _first_class(logits: Tensor) -> Tensor:
+    """Log-probability of the first class, (N, ..., V) -> (N,)."""
+    if logits.dim() == 2:
+        return logits.log_softmax(-1)[:, 0]
+    return logits.float().log_softmax(-1)[..., 0].flatten(1).mean(1)

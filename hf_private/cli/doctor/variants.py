@@ -1,4 +1,4 @@
-"""The ways in which a model could be trained, side by side: what the doctor compares."""
+"""The training methods that `hf-private doctor` compares."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,8 +20,10 @@ Losses = Callable[[nn.Module], Tensor]  # runs a micro-batch
 
 @dataclass(frozen=True)
 class Row:
-    """One way of training: numbers that are trained and that get noise, the cost of a micro-batch, and memory in all:
-    the weights, AdamW's state, and a micro-batch or, if that is more, the gradients that the optimizer gets."""
+    """One method: how many parameters are trained and get noise, the cost of a micro-batch, and the total memory.
+
+    The total is the weights, the state of AdamW, and the larger of a micro-batch and the gradients of an update.
+    """
 
     method: str
     trained: int
@@ -32,25 +34,25 @@ class Row:
 
 
 def compare(build: Callable[[], nn.Module], losses: Losses, carriers: Mapping[str, Any]) -> list[Row]:
-    """Dry-run each method that applies on a model of its own; `carriers` are fields of `CarrierConfig`.
+    """Dry-run each applicable method on a fresh model; `carriers` are fields of `CarrierConfig`.
 
-    The first row is plain training of everything that is trainable.
+    The first row is plain training of all trainable parameters.
     """
     model = build()
     rows = [_row("plain training", model, None, losses), _row("BK", model, Full(), losses)]
     if isinstance(model, PeftModel):  # an adapter is low-rank already
         return rows
     rank = carriers.get("r", CarrierConfig.r)
-    others: dict[str, Callable[[], tuple[nn.Module, Method]]] = {
-        f"BK on LoRA r={rank}": lambda: (_lora(build(), rank), Full())
+    sparsity = carriers.get("sparsity") or 0.3
+    others: dict[str, Callable[[nn.Module], tuple[nn.Module, Method]]] = {
+        f"BK on LoRA r={rank}": lambda model: (_lora(model, rank), Full()),
+        f"RGP r={rank}": lambda model: _with_carriers(model, {**carriers, "sparsity": 0.0}),
+        f"LSG r={rank} sparsity={sparsity:g}": lambda model: _with_carriers(model, {**carriers, "sparsity": sparsity}),
     }
-    for sparsity in (0.0, carriers.get("sparsity") or 0.3):
-        name = f"LSG r={rank} sparsity={sparsity:g}" if sparsity else f"RGP r={rank}"
-        others[name] = lambda sparsity=sparsity: _carried(build(), CarrierConfig(**{**carriers, "sparsity": sparsity}))
-    for name, make in others.items():
+    for name, prepare in others.items():
         try:
-            rows.append(_row(name, *make(), losses))
-        except ValueError:  # a model without linear layers, for instance
+            rows.append(_row(name, *prepare(build()), losses))
+        except ValueError:  # for example, a model without linear layers
             if carriers:
                 raise
     return rows
@@ -60,8 +62,8 @@ def _lora(model: nn.Module, rank: int) -> nn.Module:
     return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
 
 
-def _carried(model: nn.Module, config: CarrierConfig) -> tuple[nn.Module, Method]:
-    return model, resolve_method(config, model)
+def _with_carriers(model: nn.Module, settings: dict[str, Any]) -> tuple[nn.Module, Method]:
+    return model, resolve_method(CarrierConfig(**settings), model)
 
 
 def _row(name: str, model: nn.Module, method: Method | None, losses: Losses) -> Row:
@@ -73,11 +75,11 @@ def _row(name: str, model: nn.Module, method: Method | None, losses: Losses) -> 
         cost = dryrun.measure(lambda: dryrun.plain_step(model, lambda: losses(model)))
         return Row(name, trained, 0, cost.peak_bytes, cost.flops, weights + 2 * gradients + cost.peak_bytes)
     method.attach(parameters)
-    method.begin_step(0)  # carriers are computed once per logical step, which is not part of a micro-batch
+    method.begin_step(0)  # carriers are computed once per logical step, not per micro-batch
     cost = dryrun.measure(lambda: dryrun.private_step(model, lambda: losses(model), method))
     noised = sum(shape.numel() for shape in method.blocks.values())
-    kept = method.start_bytes if isinstance(method, Carriers) else 0  # W_0, where carriers come from the history
+    kept = method.start_bytes if isinstance(method, Carriers) else 0  # W_0, if the carriers come from the history
     sums = 4 * sum(shape.numel() for block, shape in method.blocks.items() if block not in parameters)
-    update = gradients + sums  # a block that is a parameter's own sum becomes its gradient
+    update = gradients + sums  # a block that is the sum of a parameter becomes its gradient
     total = weights + 2 * gradients + kept + max(cost.peak_bytes, update)
     return Row(name, trained, noised, cost.peak_bytes + kept, cost.flops, total)

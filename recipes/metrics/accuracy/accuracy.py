@@ -1,4 +1,4 @@
-"""Accuracy, as a local module for `evaluate.load(path)`: no hub needed."""
+"""Accuracy, as a local module for `evaluate.load(path)`, without the Hub."""
 
 import datasets
 import evaluate

@@ -1,4 +1,4 @@
-"""F1 of class 1, as a local module for `evaluate.load(path)`: no hub needed."""
+"""F1 of class 1, as a local module for `evaluate.load(path)`, without the Hub."""
 
 import datasets
 import evaluate
@@ -6,7 +6,7 @@ import numpy as np
 
 
 class F1(evaluate.Metric):
-    """Harmonic mean of precision and recall of class 1; 0 where neither is defined."""
+    """Harmonic mean of precision and recall of class 1; 0 if neither is defined."""
 
     def _info(self) -> evaluate.MetricInfo:
         features = datasets.Features({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")})

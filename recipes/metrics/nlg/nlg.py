@@ -1,4 +1,4 @@
-"""BLEU, ROUGE-L, NIST, CIDEr and, where WordNet is installed, METEOR against several references; no hub needed."""
+"""BLEU, ROUGE-L, NIST, CIDEr and, if WordNet is installed, METEOR against several references, without the Hub."""
 
 import math
 from collections import Counter
@@ -17,7 +17,7 @@ ORDER = 4
 class Nlg(evaluate.Metric):
     """Corpus scores of generated texts: lower case, tokens of mteval-v13a, all references of a text at once.
 
-    The E2E challenge scores with its own script; its tokens differ a little, so compare with papers at one digit.
+    The script of the E2E challenge tokenizes slightly differently, so compare with papers to one digit only.
     """
 
     def _info(self) -> evaluate.MetricInfo:
@@ -43,13 +43,13 @@ class Nlg(evaluate.Metric):
         try:
             meteor = [meteor_score(refs, text) for refs, text in zip(wanted, guessed, strict=True)]
             scores["meteor"] = 100 * sum(meteor) / len(meteor)
-        except LookupError:  # WordNet is a download of its own: nltk.download("wordnet")
+        except LookupError:  # WordNet is a separate download: nltk.download("wordnet")
             pass
         return scores
 
 
 def nist(wanted: list[list[list[str]]], guessed: list[list[str]]) -> float:
-    """NIST of orders up to 5; 0 where a corpus is too short for it to be defined."""
+    """NIST of orders up to 5; 0 if the corpus is too short."""
     try:
         return float(corpus_nist(wanted, guessed, 5))
     except ZeroDivisionError:
