@@ -8,16 +8,26 @@ reports show it from then on.
 import math
 from collections.abc import Callable
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from dp_accounting.pld import privacy_loss_distribution as pld
 from scipy.special import gammaln, logsumexp
 from scipy.stats import binom
 
-from .prv import MAX_POINTS, AccountantError, grid_points, privacy_loss, prv_bounds
+from .prv import MAX_POINTS, AccountantError, compose, grid_points, privacy_loss, prv_bounds
 
 Settings = tuple[tuple[float, float, int], ...]  # (sample rate, noise multiplier, steps), distinct, sorted, all > 0
 Bounds = tuple[float, float, float]  # (lower, estimate, upper) of epsilon
+
+
+class Losses(NamedTuple):
+    """A discrete privacy loss distribution: ascending losses, their probabilities (points,), and the mass beyond."""
+
+    values: np.ndarray
+    probabilities: np.ndarray
+    infinite: float
+
 
 PATIENCE = 2_000_000  # points of a PRV grid, ten seconds or so
 FAILURES = (AccountantError, ArithmeticError, MemoryError, ValueError)
@@ -53,20 +63,27 @@ def rdp_curve(q: float, sigma: float) -> np.ndarray:
     return curve
 
 
-def _composed_rdp(settings: Settings) -> np.ndarray:
+def composed_rdp(settings: Settings) -> np.ndarray:
+    """RDP of all settings together at `ORDERS`."""
     return sum(n * rdp_curve(q, sigma) for q, sigma, n in settings)
 
 
 def rdp_epsilon(settings: Settings, delta: float) -> float:
     """Conversion at the best order: Proposition 12 of Canonne, Kamath, Steinke 2020 (arXiv:2004.00010)."""
     slack = np.log1p(-1 / ORDERS) - np.log(delta * ORDERS) / (ORDERS - 1)
-    return max(0.0, float(np.min(_composed_rdp(settings) + slack)))
+    return max(0.0, float(np.min(composed_rdp(settings) + slack)))
 
 
 def rdp_delta(settings: Settings, epsilon: float) -> float:
     """The same conversion, solved for delta."""
-    logs = (ORDERS - 1) * (_composed_rdp(settings) - epsilon + np.log1p(-1 / ORDERS)) - np.log(ORDERS)
-    return math.exp(min(0.0, float(np.min(logs))))
+    return float(rdp_to_delta(composed_rdp(settings), np.array([epsilon]))[0])
+
+
+def rdp_to_delta(curve: np.ndarray, epsilons: np.ndarray) -> np.ndarray:
+    """Upper bound of delta at each epsilon, shape (epsilons,), from an RDP curve at `ORDERS`."""
+    with np.errstate(invalid="ignore"):
+        logs = (ORDERS - 1) * (curve - epsilons[:, None] + np.log1p(-1 / ORDERS)) - np.log(ORDERS)
+    return np.exp(np.minimum(0.0, logs.min(axis=1)))
 
 
 # ---- PLD by dp-accounting: pessimistic, the larger of both directions
@@ -107,6 +124,20 @@ def _one_step(q: float, sigma: float, interval: float, records: int) -> pld.Priv
     return pld.from_gaussian_mechanism(sigma, sampling_prob=q, value_discretization_interval=interval)
 
 
+def pld_losses(settings: Settings, records: int = 1) -> tuple[Losses, Losses]:
+    """The composed losses of removing and of adding a person's records.
+
+    They are private attributes of dp-accounting, whose public answer is the larger delta of both, one epsilon a time.
+    """
+    composed = loss_distribution(settings, records)
+    dense = (pmf.to_dense_pmf() for pmf in (composed._pmf_remove, composed._pmf_add))
+    remove, add = (
+        Losses((np.arange(pmf.size) + pmf._lower_loss) * pmf._discretization, pmf._probs, pmf._infinity_mass)
+        for pmf in dense
+    )
+    return remove, add
+
+
 def all_at_once(settings: Settings, records: int) -> Settings:
     """Settings that cost no less than `records` records per person: whenever one might be drawn, all are."""
     return tuple((min(1.0, records * q), sigma / records, n) for q, sigma, n in settings)
@@ -142,6 +173,12 @@ def default_eps_error(settings: Settings, delta: float) -> float:
 
 
 # ---- the table
+
+
+def prv_losses(settings: Settings, delta: float, eps_error: float) -> Losses:
+    """The composed losses of removing a record: right up to `eps_error`, except for a mass of delta / 1000."""
+    composed = compose(settings, delta, eps_error, _domain(settings, delta, eps_error))
+    return Losses(np.asarray(composed.domain.ts(), float), np.asarray(composed.pmf, float), 0.0)
 
 
 def _prv(settings: Settings, delta: float, eps_error: float) -> Bounds:

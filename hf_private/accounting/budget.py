@@ -23,7 +23,7 @@ class BudgetExceeded(RuntimeError):
     """The privacy budget does not allow what was asked."""
 
 
-def _settings(events: Iterable[Event]) -> Settings | None:
+def distinct_settings(events: Iterable[Event]) -> Settings | None:
     """Distinct settings in a fixed order, so that one history has one epsilon; None if only infinity is true of it."""
     steps: dict[tuple[float, float], int] = {}
     for event in events:
@@ -99,7 +99,7 @@ def epsilon(
     epsilon 1.838 at delta 1e-05 (upper bounds: PRV 1.838, PLD 1.828, RDP 2.101)
     """
     _check(delta, accountant, eps_error)
-    settings = _settings(events)
+    settings = distinct_settings(events)
     if not settings:
         value, note = (0.0, "") if settings is not None else (math.inf, "a step without noise, or of unknown sampling")
         return EpsilonReport(delta, value, accountant, 0.0, 0.0, dict.fromkeys(ACCOUNTANTS, (value,) * 3), note)
@@ -122,7 +122,7 @@ def epsilon_of(
     0.7255
     """
     _check(delta, accountant, eps_error)
-    return _upper(accountant, _settings(events), delta, eps_error)
+    return _upper(accountant, distinct_settings(events), delta, eps_error)
 
 
 def quick_epsilon(events: Iterable[Event], delta: float) -> float:
@@ -144,7 +144,7 @@ def group_epsilon(events: Iterable[Event], delta: float, records_per_unit: int) 
     integer_at_least(1, records_per_unit=records_per_unit)
     if records_per_unit == 1:
         return epsilon(events, delta).epsilon
-    return _upper("pld", _settings(events), delta, records=records_per_unit)
+    return _upper("pld", distinct_settings(events), delta, records=records_per_unit)
 
 
 def delta_curve(events: Iterable[Event], epsilons: Iterable[float]) -> list[tuple[float, float]]:
@@ -153,7 +153,7 @@ def delta_curve(events: Iterable[Event], epsilons: Iterable[float]) -> list[tupl
     >>> [(eps, f"{delta:.1e}") for eps, delta in delta_curve([Event(1.0, (1.0,))], [1.0, 4.0])]
     [(1.0, '1.3e-01'), (4.0, '4.7e-05')]
     """
-    epsilons, settings = [float(eps) for eps in epsilons], _settings(events)
+    epsilons, settings = [float(eps) for eps in epsilons], distinct_settings(events)
     non_negative(**{f"epsilons[{i}]": eps for i, eps in enumerate(epsilons)})
     if not settings:
         return [(eps, 1.0 if settings is None else 0.0) for eps in epsilons]
@@ -189,14 +189,14 @@ def calibrate(
     goal = target_epsilon * (1 - 1e-7)  # another machine's last digits must not lift the claim above the target
 
     def plan(sigma: float) -> Settings | None:
-        return _settings((*spent, Event(sample_rate, (sigma,), steps)))
+        return distinct_settings((*spent, Event(sample_rate, (sigma,), steps)))
 
     def excess(name: str, settings: Settings | None, coarse: int = 1) -> float:
         fine = accountants.default_eps_error(settings, target_delta) if settings else 0.0
         return _upper(name, settings, target_delta, coarse * fine, records_per_unit) - (coarse - 1) * fine - goal
 
     voices = _voices(accountant, records_per_unit)
-    already = max(excess(name, _settings(spent)) for name in voices)
+    already = max(excess(name, distinct_settings(spent)) for name in voices)
     if already >= 0:
         raise BudgetExceeded(
             f"no noise multiplier fits: epsilon {already + goal:.6g} of `target_epsilon` {target_epsilon:g} is "
@@ -247,7 +247,7 @@ def steps_within(
 
     def excess(name: str, charges: int) -> float:
         plan = (*spent, Event(event.sample_rate, event.releases, charges * event.steps, event.sampling))
-        return min(_upper(name, _settings(plan), delta, records=records_per_unit) - target_epsilon, 1e6)
+        return min(_upper(name, distinct_settings(plan), delta, records=records_per_unit) - target_epsilon, 1e6)
 
     fit = at_most
     for name in _voices(accountant, records_per_unit):

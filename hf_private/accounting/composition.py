@@ -41,19 +41,36 @@ def best_of_epsilon(events: Sequence[Event], delta: float, runs: float, law: str
     6.7
     """
     probability(delta=delta)
+    total = best_of_rdp(events, runs, law)
+    # RDP to (epsilon, delta): Proposition 12 of Canonne, Kamath, Steinke 2020
+    return max(0.0, float(np.min(total - np.log(delta * ORDERS) / (ORDERS - 1) + np.log1p(-1 / ORDERS))))
+
+
+def best_of_rdp(events: Sequence[Event], runs: float, law: str = "geometric") -> np.ndarray:
+    """RDP at `ORDERS` of publishing the best of a random number of runs: the theorem of `best_of_epsilon`."""
     one_of(tuple(SHAPES), law=law)
     positive(runs=runs)
     if runs <= 1:
         raise ValueError(f"`runs` must be > 1, got {runs!r}. A single run needs no charge for choosing.")
     events = [event for event in compact(events) if event.steps]
     if any(event.sampling != "poisson" or event.noise_multiplier == 0 for event in events):
-        return math.inf
+        return np.full(ORDERS.shape, math.inf)
     shape, gamma = SHAPES[law], _gamma(SHAPES[law], runs)
     rdp = sum((event.steps * rdp_curve(event.sample_rate, event.noise_multiplier) for event in events), 0 * ORDERS)
     chosen = (1 + shape) * np.min((1 - 1 / ORDERS) * rdp - math.log(gamma) / ORDERS)
-    total = rdp + chosen + math.log(runs) / (ORDERS - 1)
-    # RDP to (epsilon, delta): Proposition 12 of Canonne, Kamath, Steinke 2020
-    return max(0.0, float(np.min(total - np.log(delta * ORDERS) / (ORDERS - 1) + np.log1p(-1 / ORDERS))))
+    return rdp + chosen + math.log(runs) / (ORDERS - 1)
+
+
+def expected_power(base: float, runs: float, law: str) -> float:
+    """E[base^K] for the random number K of runs, rounded down.
+
+    >>> round(expected_power(0.5, 2.0, "geometric"), 6)
+    0.333333
+    """
+    gamma = _gamma(SHAPES[law], runs)
+    if SHAPES[law] == 1:
+        return gamma * base / (1 - (1 - gamma) * base)
+    return math.log1p(-(1 - gamma) * base) / math.log(gamma) * (1 - 1e-9)
 
 
 def _gamma(shape: float, mean: float) -> float:
