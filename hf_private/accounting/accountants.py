@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 from dp_accounting.pld import privacy_loss_distribution as pld
+from dp_accounting.pld.pld_pmf import DensePLDPmf
 from scipy.special import gammaln, logsumexp
 from scipy.stats import binom
 
@@ -125,17 +126,24 @@ def _one_step(q: float, sigma: float, interval: float, records: int) -> pld.Priv
 
 
 def pld_losses(settings: Settings, records: int = 1) -> tuple[Losses, Losses]:
-    """The composed losses of removing and of adding a person's records.
+    """The composed losses of removing and of adding a person's records."""
+    return _both_directions(loss_distribution(settings, records))
 
-    They are private attributes of dp-accounting, whose public answer is the larger delta of both, one epsilon a time.
-    """
-    composed = loss_distribution(settings, records)
-    dense = (pmf.to_dense_pmf() for pmf in (composed._pmf_remove, composed._pmf_add))
-    remove, add = (
-        Losses((np.arange(pmf.size) + pmf._lower_loss) * pmf._discretization, pmf._probs, pmf._infinity_mass)
-        for pmf in dense
-    )
-    return remove, add
+
+def one_step_losses(q: float, sigma: float, interval: float, records: int = 1) -> tuple[Losses, Losses]:
+    """The same for one step, at multiples of `interval`."""
+    return _both_directions(_one_step(q, sigma, interval, records))
+
+
+def _both_directions(distribution: pld.PrivacyLossDistribution) -> tuple[Losses, Losses]:
+    """dp-accounting keeps them to itself: its public answer is the larger delta of both, one epsilon at a time."""
+    remove, add = (pmf.to_dense_pmf() for pmf in (distribution._pmf_remove, distribution._pmf_add))
+    return _losses(remove), _losses(add)
+
+
+def _losses(pmf: DensePLDPmf) -> Losses:
+    values = (np.arange(pmf.size) + pmf._lower_loss) * pmf._discretization
+    return Losses(values, np.asarray(pmf._probs), float(pmf._infinity_mass))
 
 
 def all_at_once(settings: Settings, records: int) -> Settings:

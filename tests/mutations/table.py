@@ -807,4 +807,21 @@ MUTANTS = (
         (("0.0 if settings is not None else 1.0", "0.0"),),
         "tests/accounting/test_risk.py::test_without_noise_everything_is_known",
     ),
+    Mutant(
+        "live epsilon is that of the steps before",
+        "accounting/schedule.py",
+        (
+            (
+                "index = int(np.searchsorted(self.steps, step))",
+                "index = max(int(np.searchsorted(self.steps, step)) - 1, 0)",
+            ),
+        ),
+        "tests/accounting/test_schedule.py::test_never_below_the_accountant_at_any_step",
+    ),
+    Mutant(
+        "live epsilon forgets what was spent before",
+        "accounting/schedule.py",
+        (("return (*spent, Event(event.sample_rate", "return (*(), Event(event.sample_rate"),),
+        "tests/accounting/test_schedule.py::test_never_below_the_accountant_at_any_step",
+    ),
 )
