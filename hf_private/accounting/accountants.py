@@ -8,16 +8,27 @@ function and one row: reports then include it.
 import math
 from collections.abc import Callable
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from dp_accounting.pld import privacy_loss_distribution as pld
+from dp_accounting.pld.pld_pmf import DensePLDPmf
 from scipy.special import gammaln, logsumexp
 from scipy.stats import binom
 
-from .prv import MAX_POINTS, AccountantError, grid_points, privacy_loss, prv_bounds
+from .prv import MAX_POINTS, AccountantError, compose, grid_points, privacy_loss, prv_bounds
 
 Settings = tuple[tuple[float, float, int], ...]  # (sample rate, noise multiplier, steps), distinct, sorted, all > 0
 Bounds = tuple[float, float, float]  # (lower, estimate, upper) of epsilon
+
+
+class Losses(NamedTuple):
+    """A discrete privacy loss distribution: ascending losses, their probabilities (points,), and the mass beyond."""
+
+    values: np.ndarray
+    probabilities: np.ndarray
+    infinite: float
+
 
 MAX_DEFAULT_POINTS = 2_000_000  # points of a PRV grid that takes about ten seconds
 FAILURES = (AccountantError, ArithmeticError, MemoryError, ValueError)
@@ -71,8 +82,14 @@ def rdp_epsilon(settings: Settings, delta: float) -> float:
 
 def rdp_delta(settings: Settings, epsilon: float) -> float:
     """Upper bound of delta by RDP: the same conversion, solved for delta."""
-    logs = (ORDERS - 1) * (composed_rdp(settings) - epsilon + np.log1p(-1 / ORDERS)) - np.log(ORDERS)
-    return math.exp(min(0.0, float(np.min(logs))))
+    return float(rdp_to_delta(composed_rdp(settings), np.array([epsilon]))[0])
+
+
+def rdp_to_delta(curve: np.ndarray, epsilons: np.ndarray) -> np.ndarray:
+    """Upper bound of delta at each epsilon, shape (epsilons,), from an RDP curve at `ORDERS`."""
+    with np.errstate(invalid="ignore"):
+        logs = (ORDERS - 1) * (curve - epsilons[:, None] + np.log1p(-1 / ORDERS)) - np.log(ORDERS)
+    return np.exp(np.minimum(0.0, logs.min(axis=1)))
 
 
 # ---- PLD by dp-accounting: pessimistic, the larger of both directions
@@ -114,6 +131,27 @@ def _one_step(q: float, sigma: float, interval: float, records: int) -> pld.Priv
     return pld.from_gaussian_mechanism(sigma, sampling_prob=q, value_discretization_interval=interval)
 
 
+def pld_losses(settings: Settings, records: int = 1) -> tuple[Losses, Losses]:
+    """The composed losses of removing and of adding a person's records."""
+    return _both_directions(loss_distribution(settings, records))
+
+
+def one_step_losses(q: float, sigma: float, interval: float, records: int = 1) -> tuple[Losses, Losses]:
+    """The same for one step, at multiples of `interval`."""
+    return _both_directions(_one_step(q, sigma, interval, records))
+
+
+def _both_directions(distribution: pld.PrivacyLossDistribution) -> tuple[Losses, Losses]:
+    """dp-accounting keeps them to itself: its public answer is the larger delta of both, one epsilon at a time."""
+    remove, add = (pmf.to_dense_pmf() for pmf in (distribution._pmf_remove, distribution._pmf_add))
+    return _losses(remove), _losses(add)
+
+
+def _losses(pmf: DensePLDPmf) -> Losses:
+    values = (np.arange(pmf.size) + pmf._lower_loss) * pmf._discretization
+    return Losses(values, np.asarray(pmf._probs), float(pmf._infinity_mass))
+
+
 def all_at_once(settings: Settings, records: int) -> Settings:
     """Settings that cost at least as much as `records` records per person: all are in the sample, or none."""
     return tuple((min(1.0, records * q), sigma / records, n) for q, sigma, n in settings)
@@ -151,6 +189,12 @@ def default_eps_error(settings: Settings, delta: float) -> float:
 
 
 # ---- the table
+
+
+def prv_losses(settings: Settings, delta: float, eps_error: float) -> Losses:
+    """The composed losses of removing a record: right up to `eps_error`, except for a mass of delta / 1000."""
+    composed = compose(settings, delta, eps_error, _domain(settings, delta, eps_error))
+    return Losses(np.asarray(composed.domain.ts(), float), np.asarray(composed.pmf, float), 0.0)
 
 
 def _prv(settings: Settings, delta: float, eps_error: float) -> Bounds:

@@ -129,6 +129,21 @@ def epsilon_of(
     return _upper(accountant, settings_of(events), delta, eps_error)
 
 
+def enforced_epsilon(
+    events: Iterable[Event], delta: float, accountant: str = "prv", records_per_unit: int = 1
+) -> float:
+    """Epsilon as the budget is enforced: the largest bound of the accountant and its second opinion, per person.
+
+    >>> run = [Event(0.01, (1.0,), steps=1000)]
+    >>> enforced_epsilon(run, 1e-5) == epsilon(run, 1e-5).epsilon
+    True
+    """
+    _check(delta, accountant)
+    integer_at_least(1, records_per_unit=records_per_unit)
+    settings = settings_of(events)
+    return max(_upper(n, settings, delta, records=records_per_unit) for n in _enforced(accountant, records_per_unit))
+
+
 def quick_epsilon(events: Iterable[Event], delta: float) -> float:
     """Upper bound of epsilon by RDP, computed in milliseconds, for logs.
 

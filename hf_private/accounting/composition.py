@@ -40,18 +40,36 @@ def best_of_epsilon(events: Sequence[Event], delta: float, runs: float, law: str
     6.7
     """
     probability(delta=delta)
+    total = best_of_rdp(events, runs, law)
+    return rdp_to_epsilon(total, delta)
+
+
+def best_of_rdp(events: Sequence[Event], runs: float, law: str = "geometric") -> np.ndarray:
+    """RDP at `ORDERS` of publishing the best of a random number of runs: the theorem of `best_of_epsilon`."""
     one_of(tuple(SHAPES), law=law)
     positive(runs=runs)
     if runs <= 1:
         raise ValueError(f"`runs` must be > 1, got {runs!r}. A single run needs no charge for selection.")
     settings = settings_of(events)
     if settings is None:
-        return math.inf
+        return np.full(ORDERS.shape, math.inf)
     shape = SHAPES[law]
     gamma = _gamma(shape, runs)
     rdp = composed_rdp(settings)
     selection = (1 + shape) * np.min((1 - 1 / ORDERS) * rdp - math.log(gamma) / ORDERS)
-    return rdp_to_epsilon(rdp + selection + math.log(runs) / (ORDERS - 1), delta)
+    return rdp + selection + math.log(runs) / (ORDERS - 1)
+
+
+def expected_power(base: float, runs: float, law: str) -> float:
+    """E[base^K] for the random number K of runs, rounded down.
+
+    >>> round(expected_power(0.5, 2.0, "geometric"), 6)
+    0.333333
+    """
+    gamma = _gamma(SHAPES[law], runs)
+    if SHAPES[law] == 1:
+        return gamma * base / (1 - (1 - gamma) * base)
+    return math.log1p(-(1 - gamma) * base) / math.log(gamma) * (1 - 1e-9)
 
 
 def _gamma(shape: float, mean: float) -> float:

@@ -7,11 +7,13 @@ discretisation and composition, computes the mean itself, and bounds the grid be
 are internals of the package, so the version is pinned.
 """
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from prv_accountant import composers, discretisers
+from prv_accountant.discrete_privacy_random_variable import DiscretePrivacyRandomVariable
 from prv_accountant.domain import Domain
 from prv_accountant.privacy_random_variables import PoissonSubsampledGaussianMechanism, PrivacyRandomVariableTruncated
 
@@ -69,10 +71,10 @@ def _mesh(total_steps: int, delta: float, eps_error: float) -> float:
     return eps_error / math.sqrt(total_steps / 2 * math.log(12 / (delta / 1000)))
 
 
-def prv_bounds(
+def compose(
     settings: Sequence[tuple[float, float, int]], delta: float, eps_error: float, domain: float
-) -> tuple[float, float, float]:
-    """Certified (lower, estimate, upper) of epsilon at `delta`.
+) -> DiscretePrivacyRandomVariable:
+    """The composed privacy losses of removing a record, on a grid.
 
     Args:
         settings: (sample rate, noise multiplier, steps) of each distinct release; rate in (0, 1], the rest > 0.
@@ -81,26 +83,42 @@ def prv_bounds(
         domain: privacy losses beyond +-domain must have a mass below the numerical error (from RDP).
 
     Raises:
-        AccountantError: if the grid would be too large, or the result is not a valid interval.
+        AccountantError: if the grid would be too large, or the package fails.
     """
     total_steps = sum(n for *_, n in settings)
     points = grid_points(total_steps, delta, eps_error, domain)
     if not points <= MAX_POINTS:
         raise AccountantError(f"PRV needs a grid of {points:.3g} points, more than {MAX_POINTS}")
     grid = Domain.create_aligned(-domain, domain, _mesh(total_steps, delta, eps_error))
-    try:
-        with np.errstate(all="ignore"):
-            truncated = [
-                Truncated(PoissonSubsampledGaussianMechanism(q, sigma), grid.t_min(), grid.t_max())
-                for q, sigma, _ in settings
-            ]
-            discretise = discretisers.CellCentred().discretise
-            # pyrefly: ignore[bad-argument-type]  the package's truncated variable lacks its own base class
-            discrete = [discretise(prv, grid) for prv in truncated]
-            composed = composers.Heterogeneous(discrete).compute_composition([int(n) for *_, n in settings])
-            bounds = composed.compute_epsilon(delta, delta / 1000, eps_error)
-    except (ArithmeticError, AssertionError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
-        raise AccountantError(f"PRV failed ({type(error).__name__}: {error})") from error
+    with _package_errors():
+        truncated = [
+            Truncated(PoissonSubsampledGaussianMechanism(q, sigma), grid.t_min(), grid.t_max())
+            for q, sigma, _ in settings
+        ]
+        discretise = discretisers.CellCentred().discretise
+        # pyrefly: ignore[bad-argument-type]  the package's truncated variable lacks its own base class
+        discrete = [discretise(prv, grid) for prv in truncated]
+        return composers.Heterogeneous(discrete).compute_composition([int(n) for *_, n in settings])
+
+
+def prv_bounds(
+    settings: Sequence[tuple[float, float, int]], delta: float, eps_error: float, domain: float
+) -> tuple[float, float, float]:
+    """Certified (lower, estimate, upper) of epsilon at `delta`. Arguments and errors are those of `compose`; numbers
+    that cannot be trusted are an `AccountantError` too."""
+    composed = compose(settings, delta, eps_error, domain)
+    with _package_errors():
+        bounds = composed.compute_epsilon(delta, delta / 1000, eps_error)
     if not all(map(math.isfinite, bounds)) or not bounds[0] <= bounds[1] <= bounds[2]:
         raise AccountantError(f"PRV returned {bounds}, which is not an interval")
     return bounds
+
+
+@contextlib.contextmanager
+def _package_errors() -> Iterator[None]:
+    """Turn whatever the package raises into an `AccountantError`."""
+    try:
+        with np.errstate(all="ignore"):
+            yield
+    except (ArithmeticError, AssertionError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
+        raise AccountantError(f"PRV failed ({type(error).__name__}: {error})") from error

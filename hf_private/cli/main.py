@@ -20,8 +20,9 @@ from . import audit, calibrate, card, compose, verify
 from .arguments import UsageError, add_common_options
 from .demo import command as demo
 from .doctor import command as doctor
+from .plan import command as plan
 
-COMMANDS: tuple[ModuleType, ...] = (demo, calibrate, doctor, verify, card, compose, audit)
+COMMANDS: tuple[ModuleType, ...] = (demo, calibrate, doctor, plan, verify, card, compose, audit)
 EXAMPLE = """\
 examples:
   hf-private demo

@@ -1,0 +1,112 @@
+"""The ways in which a model could be trained, each with the cost of a micro-batch as the doctor counts it."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from peft import PeftModel
+from torch import nn
+
+from hf_private.cli.arguments import UsageError
+from hf_private.cli.doctor.models import builder, inputs, losses
+from hf_private.cli.doctor.variants import Row, compare
+from hf_private.gradients.coverage import coverage, without
+
+RANKS = (4, 8, 16)
+ENDINGS = {  # PEFT's name of a task, and how Transformers' classes for it end
+    "SEQ_CLS": "ForSequenceClassification",
+    "TOKEN_CLS": "ForTokenClassification",
+    "QUESTION_ANS": "ForQuestionAnswering",
+    "CAUSAL_LM": ("ForCausalLM", "LMHeadModel"),
+    "SEQ_2_SEQ_LM": "ForConditionalGeneration",
+}
+SMALL = 500_000_000  # parameters of a model that may be built for real, where tensors without data do not suffice
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method on the model; `kind` is a key of `rules.KEPT`."""
+
+    kind: str
+    rank: int | None
+    noised: int  # numbers that get noise
+    operations: float  # floating-point operations per record
+    memory: int  # bytes of training in all
+    task_type: str | None = None  # what PEFT calls the model's task
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} r={self.rank}" if self.rank else self.kind
+
+
+def candidates(model: str, task: str | None, batch: int, length: int | None) -> list[Candidate]:
+    """Everything that applies to the model, dry-run on micro-batches of `batch` records of `length` tokens."""
+    try:
+        build = builder(model, task)
+    except UsageError as error:  # the doctor's argument has another name
+        raise UsageError(str(error).replace("argument MODEL", "argument --model")) from error
+    first = build("meta")
+    longest = getattr(getattr(first, "config", None), "max_position_embeddings", None) or 128
+    length = min(128, longest) if length is None else length
+    attempts = [("meta", False), ("meta", True)]
+    if sum(p.numel() for p in first.parameters()) <= SMALL:
+        attempts.append(("cpu", True))
+    reason = ""
+    for device, mask in attempts:
+        try:
+            return _on(lambda device=device: build(device).train(), device, mask, batch, length)
+        except (NotImplementedError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+    raise UsageError(f"argument --model: {model} cannot be run on {batch} records of {length} tokens: {reason}")
+
+
+def _on(build: Callable[[], nn.Module], device: str, mask: bool, batch: int, length: int) -> list[Candidate]:
+    model = build()
+    few = inputs(model, 2, min(length, 7), device, mask)
+    entries = coverage(model, lambda: losses(model, few))
+    if all(entry.status != "covered" for entry in entries):
+        raise UsageError("argument --model: no parameter can be trained privately. See `hf-private doctor`.")
+    many = inputs(model, batch, length, device, mask)
+
+    def candidate(kind: str, rank: int | None, row: Row) -> Candidate:
+        return Candidate(kind, rank, row.noised, row.flops / batch, row.total_bytes, _task_type(model))
+
+    def rows(change: Callable[[nn.Module], nn.Module], **carriers: int) -> list[Row]:
+        return compare(lambda: change(without(build(), entries)), lambda model: losses(model, many), carriers)
+
+    if isinstance(model, PeftModel):
+        return [candidate("LoRA", None, rows(lambda model: model)[1])]
+    found = [candidate("BK", None, rows(lambda model: model)[1])]
+    for rank in RANKS:
+        try:
+            _, _, *low_rank = rows(lambda model: model, r=rank)
+        except ValueError:  # no linear layers, or smaller ones
+            continue
+        kinds = zip(("LoRA", "RGP", "LSG"), low_rank, strict=True)
+        found += [candidate(kind, rank, row) for kind, row in kinds]
+    if any(p.requires_grad for p in head_only(without(build(), entries)).parameters()):
+        found.append(candidate("head only", None, rows(head_only)[1]))
+    return found
+
+
+def _task_type(model: nn.Module) -> str | None:
+    name = type(model).__name__
+    return next((task for task, ending in ENDINGS.items() if name.endswith(ending)), None)
+
+
+def head_only(model: nn.Module) -> nn.Module:
+    """Freeze all but the task head."""
+    getattr(model, "base_model", model).requires_grad_(False)
+    return model
+
+
+def operations_per_second(seconds: float = 0.3) -> float:
+    """Rate of this machine, measured on products of a transformer layer's size."""
+    x, w = torch.randn(512, 768), torch.randn(768, 768)
+    x @ w
+    count, start = 0, time.perf_counter()
+    while (spent := time.perf_counter() - start) < seconds:
+        x @ w
+        count += 1
+    return 2 * count * 512 * 768 * 768 / spent
