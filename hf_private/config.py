@@ -1,7 +1,9 @@
 """DPConfig: what a user may ask of a private run."""
 
+import difflib
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,17 @@ from hf_private.mechanism.noise import NOISE_KINDS
 
 if TYPE_CHECKING:
     from hf_private.methods.targeting import TargetConfig
+
+
+# What other libraries call a field.
+ALIASES = {
+    "epsilon": "target_epsilon",
+    "delta": "target_delta",
+    "sigma": "noise_multiplier",
+    "max_grad_norm": "clip_norm",
+    "max_per_sample_grad_norm": "clip_norm",
+    "batch_size": "expected_batch_size",
+}
 
 
 def _help(default: Any, text: str, **metadata: Any) -> Any:
@@ -83,6 +96,21 @@ class DPConfig:
         " to this run's, and the card says so.",
     )
 
+    def __new__(cls, *args: Any, **values: Any) -> "DPConfig":
+        """Refuse unknown fields with a suggestion, before the dataclass's own `__init__` refuses them without."""
+        if unknown := cls._unknown(values):
+            raise TypeError(unknown)
+        return super().__new__(cls)
+
+    @classmethod
+    def _unknown(cls, values: Iterable[str]) -> str | None:
+        names = [item.name for item in fields(cls)]
+        for name in sorted(set(values) - set(names)):
+            meant = [ALIASES[name]] if name in ALIASES else difflib.get_close_matches(name, names, 1)
+            hint = f": did you mean `{meant[0]}`?" if meant else "."
+            return f"DPConfig has no field `{name}`{hint} Fields: {', '.join(names)}."
+        return None
+
     def __post_init__(self) -> None:
         for name in ("clip_norm", "target_epsilon"):  # JSON has no infinity
             if getattr(self, name) == "inf":
@@ -136,7 +164,8 @@ class DPConfig:
     @property
     def method_config(self) -> "TargetConfig | None":
         """The config of the gradient method; None is BK."""
-        return self.carriers if self.carriers is not None else self.anchors
+        parsed: Any = self.carriers if self.carriers is not None else self.anchors  # by __post_init__
+        return parsed
 
     @property
     def is_private(self) -> bool:
@@ -158,9 +187,6 @@ class DPConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "DPConfig":
         """The settings that `to_dict` wrote; an unknown name is an error."""
-        unknown = sorted(set(values) - {item.name for item in fields(cls)})
-        if unknown:
-            raise ValueError(
-                f"DPConfig has no field `{unknown[0]}`. Fields: {', '.join(f.name for f in fields(cls))}."
-            )
+        if unknown := cls._unknown(values):
+            raise ValueError(unknown)
         return cls(**values)

@@ -31,14 +31,14 @@ from hf_private.mechanism.noise import NoiseSource, reseed_global
 from hf_private.mechanism.sampling import PoissonSampler
 from hf_private.mechanism.step import Mechanism
 from hf_private.methods.carriers.method import Carriers
-from hf_private.spending.spending import Spending
+from hf_private.spending.run import Run
 from hf_private.trainer.guards import check_gradients, check_parameters
 
 RESULTS = Path(__file__).parent / "results" / "overheads"
 PARTS: dict[str, list[Callable]] = {  # overheads
     "sampling": [PoissonSampler.draw],
     "noise": [NoiseSource.add_, reseed_global],
-    "ledger and budget": [Spending.charge],
+    "ledger and budget": [Run.charge],
     "logging, with epsilon": [DPTrainer.log, PrivacyCallback.on_step_end],
     "checks at every step": [check_parameters, check_gradients],
 }

@@ -77,6 +77,17 @@ def test_json_round_trip(config: DPConfig) -> None:
     assert DPConfig.from_dict(json.loads(text)) == config
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("epsilon", "target_epsilon"), ("max_grad_norm", "clip_norm"), ("target_epsilom", "target_epsilon")],
+)
+def test_an_unknown_field_gets_a_suggestion(name: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=f"`{name}`: did you mean `{meant}`"):
+        DPConfig(**{name: 8})
+    with pytest.raises(ValueError, match=f"`{name}`: did you mean `{meant}`"):
+        DPConfig.from_dict({name: 8})
+
+
 def test_an_unknown_field_is_named() -> None:
     with pytest.raises(ValueError, match="`epsilon`"):
         DPConfig.from_dict({"epsilon": 8})

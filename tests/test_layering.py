@@ -14,6 +14,7 @@ PACKAGE = Path(hf_private.__file__).parent
 
 ORDER = (
     "_validate",
+    "_files",
     "randomness",
     "accounting",
     "gradients",

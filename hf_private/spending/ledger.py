@@ -25,6 +25,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from hf_private._files import make_folder, replacing, sync_folder, write_all
 from hf_private.accounting.events import Event, compact
 
 VERSION = 1
@@ -58,7 +59,7 @@ class _Chain:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.hashes: list[str] = []
-        self.records: list[dict[str, Any]] = []  # all but the spending
+        self.lines: list[dict[str, Any]] = []  # all but the steps
         self.spent: dict[Event, int] = {}  # event of a phase -> times that it was charged
         self.event: Event | None = None  # of the current phase
 
@@ -76,7 +77,7 @@ class _Chain:
         elif content == b'{"kind":"torn"}' and self.hashes:
             self.charge()
         else:
-            self._note(content)
+            self._add_other(content)
         self.hashes.append(found[1].decode())
         return True
 
@@ -84,22 +85,22 @@ class _Chain:
         if self.event is not None:  # a line torn before the first phase hides no step
             self.spent[self.event] = self.spent.get(self.event, 0) + 1
 
-    def _note(self, content: bytes) -> None:
+    def _add_other(self, content: bytes) -> None:
         try:
-            record = json.loads(content)
-            del record["size"]
-            if (record["kind"] == "ledger") != (not self.hashes):
+            line = json.loads(content)
+            del line["size"]
+            if (line["kind"] == "ledger") != (not self.hashes):
                 raise ValueError("the first line, and no other, must be of kind 'ledger'")
-            if record["kind"] == "ledger" and record["version"] != VERSION:
-                raise ValueError(f"version {record['version']!r} of the format is unknown")
-            if record["kind"] == "phase":
-                self.event = Event.from_dict(record["event"])
+            if line["kind"] == "ledger" and line["version"] != VERSION:
+                raise ValueError(f"version {line['version']!r} of the format is unknown")
+            if line["kind"] == "phase":
+                self.event = Event.from_dict(line["event"])
         except (ValueError, LookupError, TypeError) as error:
             raise LedgerError(
                 f"line {len(self.hashes) + 1} of {self.path} cannot be understood: {error}. Read it with the "
                 "version of hf_private that wrote it."
             ) from error
-        self.records.append(record)
+        self.lines.append(line)
 
 
 def _parse(data: bytes, path: Path) -> tuple[_Chain, int]:
@@ -123,7 +124,7 @@ def _parse(data: bytes, path: Path) -> tuple[_Chain, int]:
 
 
 class PrivacyLedger:
-    """Append-only record of privacy spending, in use by one process at a time.
+    """Append-only file of privacy spending, in use by one process at a time.
 
     Args:
         path: the file, `_dp/ledger.jsonl` in the output folder.
@@ -149,7 +150,7 @@ class PrivacyLedger:
                 "from the copy that the latest checkpoint keeps (steps after that checkpoint are not in the copy)."
             )
         try:
-            _make_folder(self.path.parent)
+            make_folder(self.path.parent)
             self._file = _locked(self.path)
             data = self._file.readall()
             self._chain, length = _parse(data, self.path)
@@ -158,7 +159,7 @@ class PrivacyLedger:
             elif not data.endswith(b"\n"):
                 os.write(self._file.fileno(), b"\n")
                 os.fsync(self._file.fileno())
-            _sync_folder(self.path.parent)
+            sync_folder(self.path.parent)
         except OSError as error:
             self.close()
             raise LedgerError(
@@ -191,9 +192,9 @@ class PrivacyLedger:
         return compact(Event(e.sample_rate, e.releases, n * e.steps, e.sampling) for e, n in spent.items())
 
     @property
-    def records(self) -> tuple[dict[str, Any], ...]:
-        """All lines but the steps, in order: the run's settings, its phases."""
-        return tuple(self._chain.records)
+    def lines(self) -> tuple[dict[str, Any], ...]:
+        """All lines but the steps, in order: the settings of runs, their phases."""
+        return tuple(self._chain.lines)
 
     @property
     def head(self) -> str:
@@ -214,8 +215,8 @@ class PrivacyLedger:
             self._phase = (phase, event)
         self._append("step")
 
-    def record(self, kind: str, data: dict[str, Any]) -> None:
-        """Write down something that is no spending, such as the settings of a run. Infinity is written as "inf"."""
+    def add_line(self, kind: str, data: dict[str, Any]) -> None:
+        """Add a line that is not a step, such as the settings of a run. Infinity is written as "inf"."""
         if not isinstance(kind, str) or kind in RESERVED:
             raise ValueError(f"`kind` must be a string other than {', '.join(sorted(RESERVED))}, got {kind!r}.")
         if not {"kind", "size", "hash"}.isdisjoint(data):
@@ -229,14 +230,14 @@ class PrivacyLedger:
     def continue_from(self, events: Iterable[Event], source: dict[str, Any]) -> bool:
         """Take over what was spent elsewhere, such as on the base model. Once per `source`; True if it was done now.
 
-        The closing record is written last, so that a crash in between leads to spending counted twice, never to none.
+        The closing line is written last, so that a crash in between leads to spending counted twice, never to none.
         """
         source = json.loads(json.dumps(source))
-        if {"kind": "continues", "source": source} in self._chain.records:
+        if {"kind": "continues", "source": source} in self._chain.lines:
             return False
         for event in events:
             self.charge(event, phase="continued")
-        self.record("continues", {"source": source})
+        self.add_line("continues", {"source": source})
         return True
 
     def contains(self, length: int, head: str) -> bool:
@@ -249,7 +250,7 @@ class PrivacyLedger:
 
     def save_copy(self, path: str | os.PathLike) -> None:
         """Copy the ledger, for a checkpoint: all of it or nothing appears at `path`."""
-        _write_whole(Path(path), self.path.read_bytes()).close()
+        _replace(Path(path), self.path.read_bytes()).close()
 
     def reconcile(self, copy: str | os.PathLike) -> None:
         """Settle with a checkpoint's copy: the longer history holds, and two different ones are an error."""
@@ -262,14 +263,18 @@ class PrivacyLedger:
                 "neither has all of the spending. Resume from a checkpoint of this ledger; or, if nothing of the run "
                 "that wrote it was kept or looked at, put the checkpoint's copy in its place."
             )
-        self._writable()
+        replaced = self._writable()
         data = other.path.read_bytes()
         chain, length = _parse(data, other.path)
-        replaced, self._file = self._file, _write_whole(self.path, data[:length].rstrip(b"\n") + b"\n", lock=True)
+        self._file = _replace(self.path, data[:length].rstrip(b"\n") + b"\n", lock=True)
         replaced.close()
         self._chain, self._phase = chain, None
         if other.unfinished:
             self._append("torn")
+
+    # Names that other packages still use.
+    records = lines
+    record = add_line
 
     def close(self) -> None:
         """Give up the lock. Reading goes on to work."""
@@ -341,39 +346,14 @@ def _locked(path: Path) -> FileIO:
         file.close()  # replaced between opening and locking
 
 
-def _make_folder(folder: Path) -> None:
-    if not folder.exists():
-        _make_folder(folder.parent)
-        folder.mkdir(exist_ok=True)
-        _sync_folder(folder.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a new name in the folder outlast a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write_whole(path: Path, data: bytes, lock: bool = False) -> FileIO:
+def _replace(path: Path, data: bytes, lock: bool = False) -> FileIO:
     """Replace a file at once; return it open for appending, locked before anybody can see it."""
-    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        _make_folder(path.parent)
-        file = FileIO(draft, "a+")
-        if lock:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        view = memoryview(data)
-        while view:
-            view = view[os.write(file.fileno(), view) :]
-        os.fsync(file.fileno())
-        os.replace(draft, path)
-        _sync_folder(path.parent)
+        with replacing(path) as file:
+            if lock:
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            write_all(file, data)
     except OSError as error:
-        if draft.exists():
-            draft.unlink()
         raise LedgerError(f"cannot write {path}: {error}. Check the folder, its rights and the space left.") from error
     return file
 

@@ -1,182 +1,186 @@
-"""What the weights have cost before this run: a fine-tune continues the spending of what it starts from.
+"""What the weights have cost before a run. The rules:
 
-It is looked for where weights come from: this process, if another trainer has trained the model; the folder or the
-repository that the model was loaded from; and what the user names, for PEFT does not keep where an adapter was loaded
-from. A trained model's config says so (`MARK`), so that a folder that was moved, or a model that was saved without its
-record, is an error. A copy of a trained model in memory, an adapter that was merged into its base model, or weights
-that were loaded by hand cannot be recognised.
+1. Weights that were loaded from a folder or Hub repository with a statement (privacy.json) bring its spending along.
+2. Parameters that were trained in this process bring their spending along, in whatever model they are now.
+3. `DPTrainer(continues=...)` names a statement that cannot be found: PEFT does not keep where an adapter came from.
+4. `DPConfig(disjoint_data=True)` leaves all of it out, and the card says so. A later run without it is charged.
+5. If the Hub cannot be reached, or an adapter is randomly initialised, the card says that this is unchecked.
+6. Everything else is refused (`unknown_cost`): a model that is marked as trained (`MARK` in its config) and has no
+   statement, a folder that is gone, a statement that cannot be read, a trained adapter that is not named.
 """
 
 import copy
 import json
 import os
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.utils import logging
 
+from hf_private.accounting.events import Event
 from hf_private.tasks.heads import base_model
 
-from .adapters import trained_adapter, unreadable_adapter
-from .inheritance import UNKNOWN, charges, debts
-from .ledger import LedgerError
-from .memory import remembered, settled
-from .statement import RECORD
+from .costs import UNKNOWN, Past, Statement, all_costs, events_of, unknown_cost
+from .spending import Spending
+from .statement import STATEMENT, not_private, statement_on_hub
 
 logger = logging.get_logger(__name__)
 
-MARK = "differential_privacy"  # in config.json: the file beside it that has the record
-STATE_IT = "or set `disjoint_data=True` if they never saw your records"
+MARK = "differential_privacy"  # in config.json: the file beside it that holds the statement
+FRESH = ((re.compile(r"\.lora_(?:B|embedding_A)\."), 0.0), (re.compile(r"\.ia3_l\."), 1.0))  # values before training
+COPIES = re.compile(r"\.(?:modules_to_save|trainable_tokens_delta)\.")  # they start as the base model's weights
 
 
-class Past(NamedTuple):
-    """Records of earlier private training, with `ledger` and `private` at least, and what may be missing.
+class Training:
+    """One run on some parameters: its statement is read from the ledger until the run has ended, and is fixed then."""
 
-    `unchecked` are names of `record.ADMISSIONS`, for what could not be looked up.
-    """
+    def __init__(self, spending: Spending) -> None:
+        self.spending = spending
+        self.ended: Statement | None = None
 
-    records: tuple[dict[str, Any], ...] = ()
-    unchecked: tuple[str, ...] = ()
+    def end(self) -> None:
+        """Fix the statement, on the rank that has the ledger."""
+        self.ended = self.spending.statement() if self.spending.writes else {}
+
+    @property
+    def statement(self) -> Statement:
+        """The ledger so far, with the runs that its folder's statement charges by now."""
+        statement = self.spending.statement() if self.ended is None else self.ended
+        events = [Event.from_dict(event) for event in statement["ledger"]["events"]]
+        private = not not_private(events, statement["runs"])
+        return {**statement, "private": private, "tuning": self.spending.tuning}
+
+
+_trained = WeakTensorKeyDictionary()  # parameter -> trainings that its value has cost
+
+
+def trainings(model: nn.Module) -> list[Training]:
+    """The runs of this process that the parameters of a model have cost."""
+    return list(dict.fromkeys(training for p in model.parameters() for training in _trained.get(p, ())))
+
+
+def register(model: nn.Module, training: Training, taken_over: Iterable[Training] = ()) -> None:
+    """Add a run to what the parameters of a model have cost, in place of those that its ledger has taken over."""
+    replaced = {one for one in taken_over if one.ended is not None} - {training}
+    for p in model.parameters():
+        _trained[p] = tuple(dict.fromkeys((*(one for one in _trained.get(p, ()) if one not in replaced), training)))
 
 
 def mark(model: nn.Module) -> None:
-    """Let the model's config say, wherever it is saved, that a record belongs to its weights.
-
-    On a copy: another model may be built from the same object.
-    """
-    base = base_model(model)
-    config = getattr(base, "config", None)
-    if config is None or hasattr(config, MARK):
-        return
-    marked = copy.deepcopy(config)
-    setattr(marked, MARK, RECORD)
-    for module in model.modules():
-        if module.__dict__.get("config") is config:
-            module.config = marked
+    """Mark the model as trained, in a copy of its config, because other models may share the object."""
+    config = getattr(base_model(model), "config", None)
+    if config is not None and not hasattr(config, MARK):
+        marked = copy.deepcopy(config)
+        setattr(marked, MARK, STATEMENT)
+        for module in model.modules():
+            if module.__dict__.get("config") is config:
+                module.config = marked
 
 
-def past_of(model: nn.Module, continues: str | Path | None = None, known: bool = False) -> Past:
-    """What a model has cost so far.
-
-    Args:
-        continues: Folder or Hub repository with a privacy.json to be continued, beside what is found.
-        known: The weights are a checkpoint's: the run that is resumed has settled what they began with.
-    """
+def past_of(model: nn.Module, continues: str | Path | None = None, resumed: bool = False) -> Past:
+    """The earlier training of a model. The weights of a `resumed` run were looked up when it began."""
     named = () if continues is None else (_named(continues),)
-    unchecked = _check_adapters(model) if not known and not named else ()
-    found = [*remembered(model)]
-    for config in _configs(base_model(model), parts_only=bool(found)):  # the whole is known then
-        origin, unreachable = _origin(config, known or bool(found))
+    settled = resumed or bool(named)
+    unchecked = () if settled else _check_adapters(model)
+    found = [training.statement for training in trainings(model)]
+    for config, parameters in _origins(model):
+        if all(p in _trained for p in parameters):
+            continue
+        origin, unreachable = _statement_of_origin(config, settled)
         found += [origin] if origin else []
-        recorded = any(record["ledger"]["events"] for record in found)  # none if it was saved where it was not trained
-        if hasattr(config, MARK) and not (known or named or recorded or unreachable):
-            raise LedgerError(
-                f"The model's config says that its weights have a record, and there is no {RECORD} of it where it was"
-                f" loaded from ({config._name_or_path!r}). Name the folder or repository that has it with"
-                f" DPTrainer(continues=...), {STATE_IT}."
-            )
-        if unreachable and "base_model_unchecked" not in unchecked:
-            unchecked = ("base_model_unchecked", *unchecked)
-    return Past((*found, *named), unchecked)
+        if hasattr(config, MARK) and not (settled or unreachable or (origin and origin["ledger"]["events"])):
+            raise unknown_cost(f"the model is marked as trained, and {config._name_or_path!r} has no {STATEMENT}")
+        unchecked = (*unchecked, "base_model_unchecked") if unreachable else unchecked
+    return Past((*found, *named), tuple(dict.fromkeys(unchecked)), bool(named))
 
 
-def _configs(model: nn.Module, parts_only: bool) -> list[Any]:
-    """The model's own config, and those of trained models that are parts of it, as an encoder loaded by itself."""
-    own, inside = getattr(model, "config", None), (module.__dict__.get("config") for module in model.modules())
-    configs = {} if own is None else {_came_from(own): own}
-    for config in inside:
-        if hasattr(config, MARK):
-            configs.setdefault(_came_from(config), config)
-    return list(configs.values())[int(parts_only and own is not None) :]
+def _origins(model: nn.Module) -> Iterable[tuple[Any, list[nn.Parameter]]]:
+    """The configs that tell where weights were loaded from, with their parameters, adapters not included."""
+    groups: dict[Any, tuple[Any, list[nn.Parameter]]] = {}
+    adapters = {id(p) for _, p, _ in _adapter_weights(model)}
+
+    def visit(module: nn.Module, config: Any) -> None:
+        own = module.__dict__.get("config")
+        config = own if own is not None and (config is None or hasattr(own, MARK)) else config
+        if config is not None:
+            group = groups.setdefault((*_name_and_commit(config), hasattr(config, MARK)), (config, []))
+            group[1].extend(p for p in module.parameters(recurse=False) if id(p) not in adapters)
+        for child in module.children():
+            visit(child, config)
+
+    visit(base_model(model), None)
+    return groups.values()
 
 
-def _came_from(config: Any) -> tuple[str | None, str | None]:
-    """Folder or repository that a model was loaded from, and its revision."""
+def _name_and_commit(config: Any) -> tuple[str | None, str | None]:
     return getattr(config, "_name_or_path", None), getattr(config, "_commit_hash", None)
 
 
-def _check_adapters(model: nn.Module) -> tuple[str, ...]:
-    """Refuse adapters that were trained nobody knows where; what the card has to admit of others."""
-    if weight := trained_adapter(model, settled):
-        raise LedgerError(
-            f"`{weight}` is not as a fresh adapter has it: it was trained before, and PEFT does not keep where it was"
-            " loaded from. Name the folder or repository with DPTrainer(continues=...), so that its spending is"
-            " continued; the output folder, too, if it was trained there: nothing is charged twice. Or set"
-            " `disjoint_data=True` if it never saw your records."
-        )
-    if weight := unreadable_adapter(model, settled):
-        logger.warning(
-            f"`{weight}` does not show whether its adapter was trained before. If it was, on records of yours, name"
-            " its folder or repository with DPTrainer(continues=...): its spending is missing here. The card will say"
-            " so."
-        )
-        return ("adapter_unchecked",)
-    return ()
-
-
-def _origin(config: Any, known: bool) -> tuple[dict[str, Any] | None, bool]:
-    """The privacy.json of where a model was loaded from, and whether that could not be looked up."""
-    name, commit = _came_from(config)
-    if not name:
-        return None, False
-    if os.path.isdir(name):
-        return _read(Path(name, RECORD)), False
-    if commit is None:  # named by hand, or a folder that is gone
-        if not known and (os.path.isabs(name) or name.startswith((".", "~"))):
-            raise LedgerError(
-                f"{name!r}, where the model was loaded from, is not there any more, so it is not known what its"
-                f" weights have cost. Put it back, name a copy with DPTrainer(continues=...), {STATE_IT}."
-            )
+def _statement_of_origin(config: Any, settled: bool) -> tuple[Statement | None, bool]:
+    """The statement of where a model was loaded from, and whether that could not be reached."""
+    name, commit = _name_and_commit(config)
+    if not name or os.path.isdir(name):
+        return _read(Path(name, STATEMENT)) if name else None, False
+    if commit is None:  # a name that was set by hand, or a folder that is gone
+        if not settled and (os.path.isabs(name) or name.startswith((".", "~"))):
+            raise unknown_cost(f"{name!r}, where the model was loaded from, does not exist any more")
         return None, False
     try:
-        return _read(_on_hub(name, commit)), False
+        return _read(statement_on_hub(name, commit)), False
     except ConnectionError as error:
-        logger.warning(
-            f"It cannot be looked up whether {name!r} was trained privately: {error}. If it was, on records of yours,"
-            " its spending is missing here. The card will say so."
-        )
+        logger.warning(f"Earlier private training of {name!r} cannot be looked up: {error}. The card will say so.")
         return None, True
 
 
-def _on_hub(repo: str, revision: str | None = None) -> Path | None:
-    """privacy.json of a repository; None if it has none, ConnectionError if nobody knows."""
-    path = try_to_load_from_cache(repo, RECORD, revision=revision)
-    if path is _CACHED_NO_EXIST:
-        return None
+def _named(continues: str | Path) -> Statement:
     try:
-        return Path(path or hf_hub_download(repo, RECORD, revision=revision))
-    except LocalEntryNotFoundError as error:  # offline
-        raise ConnectionError("the Hub cannot be reached") from error
-    except EntryNotFoundError:
-        return None
-    except Exception as error:  # whatever the network and the server may do
-        raise ConnectionError(str(error).splitlines()[0]) from error
-
-
-def _named(continues: str | Path) -> dict[str, Any]:
-    try:
-        path = Path(continues, RECORD) if os.path.isdir(continues) else _on_hub(str(continues))
+        path = Path(continues, STATEMENT) if os.path.isdir(continues) else statement_on_hub(str(continues))
     except ConnectionError as error:
-        raise LedgerError(f"`continues` = {str(continues)!r} cannot be read: {error}. Give a local folder.") from error
-    if (record := _read(path)) is None:
-        raise LedgerError(f"`continues` must be a folder or a repository with a {RECORD}, got {str(continues)!r}.")
-    return record
+        raise unknown_cost(f"`continues` = {str(continues)!r} cannot be read ({error})") from error
+    statement = _read(path)
+    if statement is None:
+        raise unknown_cost(f"`continues` = {str(continues)!r} has no {STATEMENT}")
+    return statement
 
 
-def _read(path: Path | None) -> dict[str, Any] | None:
+def _read(path: Path | None) -> Statement | None:
     if path is None or not path.is_file():
         return None
     try:
-        record = json.loads(path.read_text())
-        for debt in debts(record):
-            if debt != UNKNOWN:
-                charges(debt, 1)
+        statement = json.loads(path.read_text())
+        for cost in all_costs(statement):
+            events_of({"events": [], "private": True} if cost == UNKNOWN else cost)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LedgerError(
-            f"{str(path)!r} cannot be read ({error!r}), so it is not known what the base model has cost. Repair the"
-            " file, or set `disjoint_data=True` if the base model never saw your records."
-        ) from error
-    return record
+        raise unknown_cost(f"{str(path)!r} cannot be read ({error!r})") from error
+    return statement
+
+
+def _adapter_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Any]]:
+    """The weights of all adapters with their configs. Inactive adapters count: they are saved, too."""
+    for adapter, config in (getattr(model, "peft_config", None) or {}).items():
+        part = re.compile(rf"\.{re.escape(adapter)}(?:\.|$)")
+        yield from ((name, p, config) for name, p in model.named_parameters() if part.search(name))
+
+
+def _check_adapters(model: nn.Module) -> tuple[str, ...]:
+    """Refuse trained adapters of unknown origin. Some kinds start at values that show training, others do not."""
+    unchecked: tuple[str, ...] = ()
+    for name, p, config in _adapter_weights(model):
+        if p in _trained or COPIES.search(name):
+            continue
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        starts = {"LORA": getattr(config, "init_lora_weights", 0), "IA3": getattr(config, "init_ia3_weights", 0)}
+        fresh = next((value for pattern, value in FRESH if pattern.search(name)), None)
+        values = p.to_local() if isinstance(p, DTensor) else p
+        if starts.get(kind) not in (True, "gaussian"):
+            unchecked = ("adapter_unchecked",)
+        elif fresh is not None and not values.is_meta and bool((values != fresh).any()):
+            raise unknown_cost(f"`{name}` belongs to a trained adapter, and PEFT does not keep where it came from")
+    if unchecked:
+        logger.warning("Earlier training of a randomly initialised adapter cannot be detected. The card will say so.")
+    return unchecked

@@ -1,9 +1,9 @@
 """Spending that is never forgotten: the ledger of an output folder, its copies in checkpoints, and what may still be
 spent. On disk:
 
-    output_dir/_dp/ledger.jsonl                 the truth: every step that ran
-    output_dir/checkpoint-N/_dp/ledger.jsonl    the truth at the time of that checkpoint
-    any saved model/privacy.json                the public record, which a fine-tune of that model continues
+    output_dir/_dp/ledger.jsonl                 every step that ran
+    output_dir/checkpoint-N/_dp/ledger.jsonl    a copy at the time of that checkpoint
+    any saved model/privacy.json                the statement, which a fine-tune of that model continues
 """
 
 import math
@@ -20,20 +20,19 @@ from hf_private.accounting.accountants import SECOND_OPINIONS
 from hf_private.accounting.budget import BudgetExceeded, EpsilonReport
 from hf_private.accounting.events import Event
 
-from .inheritance import Heir
+from .costs import NO_PAST, UNKNOWN, Cost, Past, all_costs, sources, take_over, times_missing
 from .ledger import LedgerError, PrivacyLedger
+from .run import Plan, Run
+from .statement import STATEMENT, read_statement
 
 logger = logging.get_logger(__name__)
 
 LEDGER = Path("_dp", "ledger.jsonl")
 NOT_PRIVATE = "NOT PRIVATE"
-USELESS = 10  # times the noise that a fresh budget would ask for: nothing is learned
+USELESS = 10  # times the noise that a fresh budget would need: nothing is learned
 
 
-# ---- what is spent, and what may still be
-
-
-class Spending(Heir):
+class Spending:
     """What a folder's ledger has charged, and how many steps the budget still permits.
 
     Args:
@@ -53,59 +52,171 @@ class Spending(Heir):
         records_per_unit: int = 1,
         writes: bool = True,
     ) -> None:
-        self.folder, self.writes = Path(folder), writes
-        self.set_budget(target_epsilon, target_delta, accountant, records_per_unit)
-        self.steps_left: int | None = None
-        self._bound = math.inf  # what all steps of the run that is open were found to cost at most
-        self._ledger: PrivacyLedger | None = None
+        self.folder = Path(folder)
+        self.writes = writes
+        self.target_epsilon = target_epsilon
+        self.target_delta = target_delta
+        self.accountant = accountant
+        self.records_per_unit = records_per_unit
+        self.run: Run | None = None
         self._closed: PrivacyLedger | None = None
-        self._resumes = False
-        self._permitted: Event | None = None
-        self._phase = 0
 
     def set_budget(
         self, target_epsilon: float | None, target_delta: float, accountant: str, records_per_unit: int
     ) -> None:
         """Set the budget, and how it is measured, for the runs to come."""
-        self.target_epsilon, self.target_delta = target_epsilon, target_delta
-        self.accountant, self.records_per_unit = accountant, records_per_unit
+        self.target_epsilon = target_epsilon
+        self.target_delta = target_delta
+        self.accountant = accountant
+        self.records_per_unit = records_per_unit
+
+    # -- one run
 
     @contextmanager
-    def open(self, checkpoint: str | Path | None = None) -> Iterator[None]:
-        """Hold the ledger for one `train()`; nobody else can write to it meanwhile.
+    def open(
+        self,
+        sample_rate: float,
+        steps: int,
+        releases: Callable[[float], tuple[float, ...]],
+        noise_multiplier: float | None = None,
+        *,
+        settings: dict[str, Any] | None = None,
+        past: Past | None = NO_PAST,
+        disjoint_data: bool = False,
+        checkpoint: str | Path | None = None,
+    ) -> Iterator[Run]:
+        """Hold the ledger for one run, whose plan is fixed here; nobody else can write to it meanwhile.
 
-        With a checkpoint, its copy of the ledger and the folder's are settled: the longer history holds, so that steps
-        which ran after the checkpoint and were lost stay charged.
+        Args:
+            steps: How many steps the run takes.
+            releases: Noise multiplier -> those of the releases that a step makes.
+            noise_multiplier: None calibrates it so that `steps` more steps stay in the budget; a resumed run keeps its
+                noise if they do. Raises `BudgetExceeded` if they cannot.
+            settings: Written to the ledger as the line of this run.
+            past: What the weights have cost before; None if that was not found.
+            disjoint_data: Do not charge the past, but list it in the line of this run.
+            checkpoint: Resume from it. The longer of its copy of the ledger and the folder's ledger holds, so that
+                steps which ran after the checkpoint and were lost stay charged.
         """
-        self._resumes, self.steps_left, self._permitted = checkpoint is not None, None, None
-        self._bound = math.inf
-        if not self.writes:
-            yield
-            return
-        with PrivacyLedger(self.folder / LEDGER, create=checkpoint is None) as self._ledger:
-            try:
-                if checkpoint is not None:
-                    self._ledger.reconcile(Path(checkpoint, LEDGER))
-                yield
-            finally:
-                self._closed = self._ledger
-                self._ledger = self._permitted = self.steps_left = None
-                self._bound = math.inf
+        with PrivacyLedger(self.folder / LEDGER, create=checkpoint is None) as ledger:
+            self._closed = ledger
+            if checkpoint is not None:
+                ledger.reconcile(Path(checkpoint, LEDGER))
+            noted: dict[str, Any] = dict.fromkeys(past.unchecked if past else (), True)
+            if not disjoint_data and past is not None:
+                take_over(ledger, past, self.tuning)
+            elif owed := self._left_out(past):
+                noted["set_aside"] = owed
+            plan = self._plan(sample_rate, steps, releases, noise_multiplier, resumes=checkpoint is not None)
+            planned = {"noise_multiplier": plan.noise_multiplier, "sample_rate": sample_rate, "planned_steps": steps}
+            ledger.add_line("run", {**(settings or {}), **planned, **noted})
+            with self._running(Run(plan, ledger, len(self.runs))) as run:
+                yield run
+
+    @contextmanager
+    def follow(self, plan: Plan) -> Iterator[Run]:
+        """Count along with the first rank's run, on another rank."""
+        with self._running(Run(plan)) as run:
+            yield run
+
+    @contextmanager
+    def _running(self, run: Run) -> Iterator[Run]:
+        self.run = run
+        try:
+            yield run
+        finally:
+            self.run = None
+
+    def reconcile(self, checkpoint: str | Path) -> None:
+        """Let the longer of the folder's ledger and a checkpoint's copy hold."""
+        with PrivacyLedger(self.folder / LEDGER, create=False) as ledger:
+            ledger.reconcile(Path(checkpoint, LEDGER))
+
+    def _plan(
+        self,
+        sample_rate: float,
+        steps: int,
+        releases: Callable[[float], tuple[float, ...]],
+        noise_multiplier: float | None,
+        resumes: bool,
+    ) -> Plan:
+        if noise_multiplier is None:
+            kept = self.last_run.get("noise_multiplier") if resumes else None
+            same_rate = self.last_run.get("sample_rate") == sample_rate
+            if kept and same_rate and self.fits(Event(sample_rate, releases(kept), steps)):
+                noise_multiplier = float(kept)
+            else:
+                noise_multiplier = self._calibrate(sample_rate, steps)
+                if kept:
+                    logger.warning(
+                        f"The remaining {steps} steps do not fit the budget with noise multiplier {kept}: it is"
+                        f" raised to {noise_multiplier} for them."
+                    )
+        event = Event(sample_rate, releases(noise_multiplier))
+        if self.target_epsilon is None:
+            return Plan(event, noise_multiplier)
+        if not steps:
+            return Plan(event, noise_multiplier, 0)
+        if not self.fits(replace(event, steps=steps)):
+            raise BudgetExceeded(f"{steps} steps with noise multiplier {noise_multiplier} do not fit the budget.")
+        return Plan(event, noise_multiplier, steps, self.target_epsilon)
+
+    def _calibrate(self, sample_rate: float, steps: int) -> float:
+        target = self.target_epsilon
+        assert target is not None, "DPConfig has either a target or a noise multiplier"
+
+        def needed(spent: Sequence[Event]) -> float:
+            budget = target, self.target_delta, sample_rate, steps, self.accountant
+            return accounting.calibrate(*budget, spent=spent, records_per_unit=self.records_per_unit)
+
+        alone = needed(())
+        if not self.events:
+            return alone
+        spent = self.epsilon()
+        by_whom = "by earlier runs in this folder, or by the model that this one starts from"
+        try:
+            noise_multiplier = needed(self.events)
+        except BudgetExceeded:
+            noise_multiplier = math.inf
+        if noise_multiplier > USELESS * alone:
+            raise BudgetExceeded(
+                f"The budget in this folder is used up: epsilon {spent:.4g} of `target_epsilon` {target:g} is spent,"
+                f" {by_whom}. {steps} more steps would need so much noise that they learn nothing. Keep the model that"
+                " you have, raise `target_epsilon`, or start from an untrained model in a new output_dir."
+            )
+        logger.warning(
+            f"Epsilon {spent:.4g} of `target_epsilon` {target:g} is spent, {by_whom}. It counts here too: the noise"
+            f" multiplier is {noise_multiplier:.4g}; in a first run it would be {alone:.4g}. For a fresh model use a"
+            " new output_dir."
+        )
+        return noise_multiplier
+
+    def _left_out(self, past: Past | None) -> list[Cost]:
+        """The costs of a past that this ledger does not have."""
+        if past is None:
+            return [UNKNOWN]
+        found = [cost for statement in past.statements for cost in all_costs(statement)]
+        return [cost for cost in found if cost == UNKNOWN or not self.has(cost)]
+
+    # -- what the ledger holds
 
     @property
     def ledger(self) -> PrivacyLedger | None:
-        """The ledger, open while `train()` runs and read from disk otherwise; None before the first run.
+        """The ledger, open while a run lasts and read from disk otherwise; None before the first run.
 
-        If its folder has vanished since, it is what this process has in mind of it: what was trained can be saved.
+        If its folder has vanished since, it is the copy in memory: a trained model can still be saved.
         """
         path = self.folder / LEDGER
         if not self.writes and not path.is_file():
             raise LedgerError(f"{path} is not on this machine: the first rank keeps it. Ask there what was spent.")
-        return self._ledger or (PrivacyLedger.read(path) if path.is_file() else self._closed)
+        if self.run is not None and self.run.ledger is not None:
+            return self.run.ledger
+        return PrivacyLedger.read(path) if path.is_file() else self._closed
 
     def save_copy(self, checkpoint: str | Path) -> None:
         """Copy the ledger, as it is now, into a checkpoint."""
         if self.writes:
+            assert self.ledger is not None, "a checkpoint is saved in a run"
             self.ledger.save_copy(Path(checkpoint, LEDGER))
 
     @property
@@ -118,92 +229,32 @@ class Spending(Heir):
     def runs(self) -> list[dict[str, Any]]:
         """The settings of every run so far."""
         ledger = self.ledger
-        records = ledger.records if ledger else ()
-        return [{k: v for k, v in record.items() if k != "kind"} for record in records if record["kind"] == "run"]
+        lines = ledger.lines if ledger else ()
+        return [{k: v for k, v in line.items() if k != "kind"} for line in lines if line["kind"] == "run"]
 
     @property
     def last_run(self) -> dict[str, Any]:
         """The settings of the run before; empty if there was none."""
         return (self.runs or [{}])[-1]
 
-    # -- before the first step
-
-    def plan(
-        self,
-        sample_rate: float,
-        steps: int,
-        releases: Callable[[float], tuple[float, ...]],
-        noise_multiplier: float | None,
-    ) -> float:
-        """Fix the noise multiplier of this run and the number of steps it may take.
-
-        A given noise multiplier is kept. Otherwise it is calibrated so that `steps` more steps stay in the budget; a
-        resumed run keeps its noise if they do. Raises `BudgetExceeded` if none fits.
-        """
-        if noise_multiplier is None:
-            kept = self.last_run.get("noise_multiplier") if self._resumes else None
-            same_rate = self.last_run.get("sample_rate") == sample_rate
-            if kept and same_rate and self.fits(Event(sample_rate, releases(kept), steps)):
-                noise_multiplier = kept
-            else:
-                noise_multiplier = self._calibrate(sample_rate, steps)
-                if kept:
-                    logger.warning(
-                        f"The remaining {steps} steps do not fit the budget with noise multiplier {kept}: it is"
-                        f" raised to {noise_multiplier} for them."
-                    )
-        self._permitted = Event(sample_rate, releases(noise_multiplier))
-        self.steps_left = None if self.target_epsilon is None else steps
-        if self.writes and self.steps_left:
-            if not self.fits(replace(self._permitted, steps=steps)):
-                raise BudgetExceeded(f"{steps} steps with noise multiplier {noise_multiplier} do not fit the budget.")
-            self._bound = self.target_epsilon
-        return noise_multiplier
-
-    def _calibrate(self, sample_rate: float, steps: int) -> float:
-        def needed(spent: Sequence[Event]) -> float:
-            budget = self.target_epsilon, self.target_delta, sample_rate, steps, self.accountant
-            return accounting.calibrate(*budget, spent=spent, records_per_unit=self.records_per_unit)
-
-        alone = needed(())
-        if not self.events:
-            return alone
-        spent = f"Epsilon {self.epsilon():.4g} of `target_epsilon` {self.target_epsilon:g} is spent"
-        by_whom = "by earlier runs in this folder, or by the model that this one starts from"
+    @property
+    def tuning(self) -> dict[str, Any] | None:
+        """The runs that were tried before, as the folder's statement has them; None if it has none."""
         try:
-            noise_multiplier = needed(self.events)
-        except BudgetExceeded:
-            noise_multiplier = math.inf
-        if noise_multiplier > USELESS * alone:
-            raise BudgetExceeded(
-                f"{spent}, {by_whom}: {steps} more steps would need the noise multiplier {noise_multiplier:g}, which"
-                " drowns all they could learn. Keep what you have, raise `target_epsilon`, or begin anew: from an"
-                " untrained model, in a new output_dir."
-            )
-        logger.warning(
-            f"{spent}, {by_whom}. It counts here too: the noise multiplier is {noise_multiplier:.4g}, in a first run"
-            f" it would be {alone:.4g}. For a fresh model take a new output_dir."
-        )
-        return noise_multiplier
+            tuning = (read_statement(self.folder) or {}).get("tuning") or {}
+        except ValueError as error:
+            raise LedgerError(
+                f"{STATEMENT} of {str(self.folder)!r} cannot be read ({error}), so it is not known what tuning has"
+                " cost. Repair or remove it."
+            ) from error
+        return tuning if tuning.get("runs") else None
 
-    def record_run(self, settings: dict[str, Any]) -> None:
-        """Record the settings of the run that `plan` has fixed."""
-        if self.writes:
-            self._ledger.record("run", {**settings, **self.noted})
-            self._phase = len(self.runs)
-
-    # -- at each step
-
-    def charge(self, event: Event) -> None:
-        """Write one step to the ledger, before anything of it is released; raise if the budget does not permit it."""
-        if event != self._permitted:
-            raise RuntimeError(f"The step is not the one that was planned: {event} instead of {self._permitted}.")
-        if self.steps_left is not None:
-            if self.steps_left < event.steps:
-                raise BudgetExceeded("The privacy budget permits no further step. Nothing was released.")
-            self.steps_left -= event.steps
-        if self.writes:
-            self._ledger.charge(event, phase=f"run {self._phase}")
+    def has(self, cost: Cost) -> bool:
+        """Whether all of a cost is in this ledger, or in its folder's statement."""
+        try:
+            return not times_missing(cost, self.ledger, self.tuning)
+        except LedgerError:  # it cannot be charged at all
+            return False
 
     # -- what it amounts to
 
@@ -239,7 +290,7 @@ class Spending(Heir):
         return max(accounting.epsilon_of(self.events, self.target_delta, voice) for voice in voices)
 
     def quick_epsilon(self) -> float:
-        """A cheap upper bound on what all charged steps cost, for logs; a run's target is one, as `plan` has seen."""
+        """A cheap upper bound on what all charged steps cost, for logs; a run's plan has one, too."""
         if self.reproducible:
             return math.inf
         k, events = self.records_per_unit, self.events
@@ -248,17 +299,17 @@ class Spending(Heir):
                 replace(e, sample_rate=min(1.0, k * e.sample_rate), releases=tuple(s / k for s in e.releases))
                 for e in events
             ]
-        return min(accounting.quick_epsilon(events, self.target_delta), self._bound)
+        return min(accounting.quick_epsilon(events, self.target_delta), self.run.plan.bound if self.run else math.inf)
 
-    def record(self) -> dict[str, Any]:
-        """The ledger's facts for a card: its events, its hash chain's head, and every run's settings."""
+    def statement(self) -> dict[str, Any]:
+        """The ledger's part of a statement: its events, its hash chain's head, and every run's settings."""
         ledger = self.ledger
         return {
             "ledger": {
                 "events": [event.to_dict() for event in self.events],
                 "head": ledger.head if ledger else None,
                 "length": ledger.length if ledger else 0,
-                "continues": self.sources,
+                "continues": sources(ledger),
             },
             "runs": self.runs,
         }

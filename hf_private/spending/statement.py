@@ -11,12 +11,15 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
 from hf_private.accounting.budget import delta_curve, epsilon, group_epsilon
 from hf_private.accounting.composition import best_of_epsilon, joint_epsilon
 from hf_private.accounting.events import Event
 from hf_private.methods.registry import describe_method
 
-RECORD = "privacy.json"
+STATEMENT = "privacy.json"
 SCHEMA_VERSION = 1
 CURVE = tuple(step / 10 for step in range(1, 17))  # points of delta(epsilon), as multiples of the claimed epsilon
 
@@ -69,8 +72,8 @@ def round_up(value: float, digits: int = 3) -> float:
     return float(exact.quantize(Decimal(1).scaleb(last), rounding=ROUND_CEILING))
 
 
-def build_record(facts: dict[str, Any], weights: dict[str, str]) -> dict[str, Any]:
-    """The whole record of a run.
+def build_statement(facts: dict[str, Any], weights: dict[str, str]) -> dict[str, Any]:
+    """The whole statement of a run.
 
     Args:
         facts: What `DPTrainer.privacy_record` returns: `ledger`, `runs`, `settings`, `dataset`, and so on.
@@ -87,7 +90,7 @@ def build_record(facts: dict[str, Any], weights: dict[str, str]) -> dict[str, An
         reasons = ["no accountant gives a finite epsilon"]
     claimed = math.inf if reasons else round_up(spent)
     noise = admitted(facts).get("noise", "secure")
-    record = {
+    statement = {
         "schema_version": SCHEMA_VERSION,
         "private": not reasons,
         "not_private_because": reasons,
@@ -148,17 +151,17 @@ def build_record(facts: dict[str, Any], weights: dict[str, str]) -> dict[str, An
         **{name: facts.get(name) for name in FACTS},
         "weights": weights,
     }
-    record["dataset"] = {**dataset, "num_records_is_public": True}
-    record["caveats"] = caveats(record)
-    return plain(record)
+    statement["dataset"] = {**dataset, "num_records_is_public": True}
+    statement["caveats"] = caveats(statement)
+    return plain(statement)
 
 
-def rebuild(record: dict[str, Any]) -> dict[str, Any]:
-    """The record that follows from the facts in `record`: the same one, unless a claim or a fact was changed."""
-    facts = {name: record[name] for name in FACTS if name != "weights"}
-    facts["base_model"], facts["optimizer"] = record["scope"]["base_model"], record["mechanism"]["optimizer"]
-    facts["peft"] = record["mechanism"]["peft"]
-    return build_record(facts, record["weights"])
+def rebuild(statement: dict[str, Any]) -> dict[str, Any]:
+    """The statement that follows from the facts in `statement`: the same, unless a claim or a fact was changed."""
+    facts = {name: statement[name] for name in FACTS if name != "weights"}
+    facts["base_model"], facts["optimizer"] = statement["scope"]["base_model"], statement["mechanism"]["optimizer"]
+    facts["peft"] = statement["mechanism"]["peft"]
+    return build_statement(facts, statement["weights"])
 
 
 def not_private(events: list[Event], runs: list[dict[str, Any]]) -> list[str]:
@@ -177,32 +180,32 @@ def not_private(events: list[Event], runs: list[dict[str, Any]]) -> list[str]:
     return reasons
 
 
-def caveats(record: dict[str, Any]) -> list[str]:
+def caveats(statement: dict[str, Any]) -> list[str]:
     """What weakens a claim, or is easily misunderstood about it."""
-    found, guarantee = [], record["guarantee"]
-    n = record["dataset"]["num_records"]
+    found, guarantee = [], statement["guarantee"]
+    n = statement["dataset"]["num_records"]
     if 10 < float(guarantee["epsilon"]) < math.inf:
         found.append("Epsilon is above 10: the formal guarantee is weak, whatever attacks achieve today.")
     if n and guarantee["delta"] >= 1 / n:
         found.append(f"Delta is not below 1 / {n}: publishing one record at random would satisfy it.")
-    if record["tuning"]["runs"] is None:
+    if statement["tuning"]["runs"] is None:
         found.append("It is not recorded how many runs were tried before this one; none of them is charged.")
-    if record["privacy_unit"]["records_per_unit"] == 1:
+    if statement["privacy_unit"]["records_per_unit"] == 1:
         found.append("The unit is one record: a person with several records is protected less.")
-    if record["randomness"]["noise"] != "secure":
+    if statement["randomness"]["noise"] != "secure":
         found.append("The noise came from a generator that is not cryptographic.")
-    found += [text for name, text in ADMISSIONS.items() if name in admitted(record)]
+    found += [text for name, text in ADMISSIONS.items() if name in admitted(statement)]
     return found
 
 
-def admitted(record: dict[str, Any]) -> dict[str, Any]:
-    """What a record has to admit, of its own runs and of all that they continue: settings that weaken its claim."""
-    settings, evaluation = record.get("settings") or {}, record.get("evaluation") or {}
+def admitted(statement: dict[str, Any]) -> dict[str, Any]:
+    """What a statement has to admit, of its own runs and of all that they continue: settings that weaken its claim."""
+    settings, evaluation = statement.get("settings") or {}, statement.get("evaluation") or {}
     last = {"chooses_model": evaluation.get("chooses_model")} | {
         name: settings[name] for name in ("anchors", "noise") if name in settings
     }
     found: dict[str, Any] = {}
-    for one in (*(record.get("runs") or ()), *(record["ledger"].get("continues") or ()), last):
+    for one in (*(statement.get("runs") or ()), *(statement["ledger"].get("continues") or ()), last):
         weak = {name: one[name] for name in ADMISSIONS if one.get(name) and name != "ranks"}
         if isinstance(one.get("ranks"), int) and one["ranks"] > 1:
             weak["ranks"] = one["ranks"]
@@ -227,15 +230,30 @@ def plain(value: Any) -> Any:
     return value
 
 
-def to_text(record: dict[str, Any]) -> str:
+def to_text(statement: dict[str, Any]) -> str:
     """The bytes of privacy.json, as text."""
-    return json.dumps(record, indent=2, allow_nan=False) + "\n"
+    return json.dumps(statement, indent=2, allow_nan=False) + "\n"
 
 
-def read_record(folder: str | Path) -> dict[str, Any] | None:
-    """The record in a folder; None if there is none."""
-    path = Path(folder, RECORD)
+def read_statement(folder: str | Path) -> dict[str, Any] | None:
+    """The statement in a folder; None if there is none."""
+    path = Path(folder, STATEMENT)
     return json.loads(path.read_text()) if path.is_file() else None
+
+
+def statement_on_hub(repo: str, revision: str | None = None) -> Path | None:
+    """The statement of a Hub repository; None if it has none, ConnectionError if that cannot be found out."""
+    path = try_to_load_from_cache(repo, STATEMENT, revision=revision)
+    if path is _CACHED_NO_EXIST:
+        return None
+    try:
+        return Path(path if isinstance(path, str) else hf_hub_download(repo, STATEMENT, revision=revision))
+    except LocalEntryNotFoundError as error:  # offline
+        raise ConnectionError("the Hub cannot be reached") from error
+    except EntryNotFoundError:
+        return None
+    except Exception as error:  # whatever the network and the server may do
+        raise ConnectionError(str(error).splitlines()[0]) from error
 
 
 def _spent(events: list[Event], delta: float, unit: int, one: float, tuning: dict[str, Any]) -> float:
@@ -262,3 +280,7 @@ def _ceil_digits(value: float, digits: int = 3) -> float:
         return 0.0
     exact = Decimal(repr(value))
     return float(exact.quantize(Decimal(1).scaleb(exact.adjusted() - digits + 1), rounding=ROUND_CEILING))
+
+
+# Names that other packages still import.
+RECORD, build_record, read_record = STATEMENT, build_statement, read_statement

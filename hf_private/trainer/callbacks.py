@@ -48,24 +48,25 @@ class PrivacyCallback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        logs: dict[str, float] | None = None,
+        logs: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
         """Add epsilon to what is being logged, and to its copy in the history."""
         if logs is None or "epsilon" in logs or not self.spending.writes:
             return
         epsilon = self.epsilon(exact="train_runtime" in logs or not self._training)
-        shown = {"epsilon": "inf", "privacy": NOT_PRIVATE} if math.isinf(epsilon) else {"epsilon": epsilon}
-        for entry in (logs, *state.log_history[-1:]):
+        shown: dict[str, Any] = (
+            {"epsilon": "inf", "privacy": NOT_PRIVATE} if math.isinf(epsilon) else {"epsilon": epsilon}
+        )
+        entries: list[dict[str, Any]] = [logs, *state.log_history[-1:]]
+        for entry in entries:
             entry.update(shown)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> TrainerControl:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Stop while the last permitted step is the one just taken; the mechanism would refuse the next."""
-        if self.spending.steps_left == 0:
+        run = self.spending.run
+        if run is not None and run.steps_left == 0:
             if state.global_step < state.max_steps:
                 state.log_history.append({"privacy_budget_spent": True, "step": state.global_step})
                 logger.warning(f"The privacy budget is spent: training stops at step {state.global_step}.")
             control.should_training_stop = True
-        return control

@@ -1,17 +1,20 @@
-"""What a card says of a run beside its ledger: settings, data, evaluation, software. Nothing of the records."""
+"""What a card says about a run besides its ledger: settings, data, evaluation, software. No data of the records."""
 
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import EarlyStoppingCallback, Trainer
 
 from hf_private import __version__
 from hf_private.tasks.heads import base_model
 
+if TYPE_CHECKING:
+    from .trainer import DPTrainer
+
 LIBRARIES = ("torch", "transformers", "accelerate", "peft", "datasets", "dp-accounting", "prv-accountant")
 
 
-def public_facts(trainer: Trainer) -> dict[str, Any]:
+def public_facts(trainer: "DPTrainer") -> dict[str, Any]:
     """The facts of a `DPTrainer`, as plain values."""
     dataset, base = trainer.train_dataset, getattr(base_model(trainer.model), "config", None)
     info, adapters = getattr(dataset, "info", None), getattr(trainer.model, "peft_config", None) or {}
@@ -23,7 +26,7 @@ def public_facts(trainer: Trainer) -> dict[str, Any]:
         "dataset": {
             # no fingerprint: a hash of the records is a function of them, and not a private one
             "name": getattr(info, "dataset_name", None) or getattr(info, "builder_name", None),
-            "num_records": None if dataset is None else len(dataset),
+            "num_records": trainer.num_records,
         },
         "evaluation": {
             "covered": False,

@@ -1,21 +1,36 @@
 """What leaves the machine: a card with every saved model, and uploads of exactly what may be published.
 
 Trainer uploads the whole output folder, logs and pickled arguments included. Here the release guard decides, at the
-end of training (`push_to_hub`) and during it (`hub_strategy="every_save"`).
+end of training (`push_to_hub`) and during it (`hub_strategy="every_save"`). A card is written only for weights whose
+whole cost is in its ledger.
 """
 
 import copy
 import shutil
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitInfo
+from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.utils import PushInProgress, logging
 
+from hf_private.accounting.budget import EpsilonReport
+from hf_private.config import DPConfig
+from hf_private.distributed.ranks import Ranks
+from hf_private.methods.carriers.config import CarrierConfig
 from hf_private.publishing.card import weight_hashes, write_card
 from hf_private.publishing.release import publish, stage
+from hf_private.spending.costs import Past, cost_of
+from hf_private.spending.ledger import LedgerError
+from hf_private.spending.lineage import Training, mark, past_of, register, trainings
+from hf_private.spending.run import Plan, Run
+from hf_private.spending.spending import Spending
+
+from .resume import check_checkpoint
 
 logger = logging.get_logger(__name__)
 
@@ -38,17 +53,137 @@ def own_arguments(args: TrainingArguments) -> TrainingArguments:
 
 
 class PublishingTrainer(Trainer):
-    """Trainer whose saved and pushed models carry a card that anyone can check."""
+    """Trainer whose saved and pushed models carry a card that anyone can check.
 
-    def privacy_record(self) -> dict[str, Any]:
-        """All public facts that a card needs, as plain values."""
-        raise NotImplementedError
+    It takes the spending of earlier training into each run, and refuses to save weights whose spending is not all in
+    its ledger.
+
+    Args:
+        dp_config: Privacy settings.
+        continues: Folder or Hub repository with the statement of earlier training that cannot be found.
+        spending: The ledger of the output folder.
+        ranks: The processes that train together.
+        **arguments: Those of `Trainer`.
+    """
+
+    # pyrefly: ignore[bad-override-mutable-attribute]  Trainer's annotation allows None, as it is before __init__
+    model: nn.Module
+
+    def __init__(
+        self, *, dp_config: DPConfig, continues: str | Path | None, spending: Spending, ranks: Ranks, **arguments: Any
+    ) -> None:
+        self.dp_config = dp_config
+        self.continues = continues
+        self.spending = spending
+        self.ranks = ranks
+        self._training: Training | None = None
+        self._taken_over: list[Training] = []
+        self._loaded = False
+        self._checkpoint: str | None = None
+        self._held = ExitStack()
+        super().__init__(**arguments)
+
+    @property
+    def output_dir(self) -> str:
+        """The output folder; TrainingArguments sets a default."""
+        assert self.args.output_dir is not None
+        return self.args.output_dir
+
+    # ---- earlier training
+
+    @contextmanager
+    def _tracked(self, checkpoint: str | None) -> Iterator[None]:
+        """One `train()`: however it ends, the cost of the parameters by then is known to later trainers."""
+        if checkpoint is not None:
+            self.ranks.run_on_first(check_checkpoint, checkpoint, self.output_dir)
+            self.ranks.run_on_first(self.spending.reconcile, checkpoint)
+        self._training = Training(self.spending)
+        self._checkpoint = checkpoint
+        self._taken_over = []
+        self._loaded = False
+        try:
+            with ExitStack() as self._held:
+                yield
+        finally:
+            if self._training in trainings(self.model):
+                self._training.end()
+            self._training = None
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._loaded = True
+        if self._training is not None:
+            register(self.model, self._training)
+
+    def _past(self) -> Past | None:
+        """What the weights have cost before; None if it is not found, and `disjoint_data` says not to charge it."""
+        try:
+            return past_of(self.model, self.continues, resumed=self._loaded)
+        except (LedgerError, OSError):
+            if self.dp_config.disjoint_data:
+                return None
+            raise
+
+    def _open_run(
+        self,
+        sample_rate: float,
+        steps: int,
+        releases: Callable[[float], tuple[float, ...]],
+        settings: dict[str, Any],
+    ) -> Run:
+        """Open the ledger for the rest of `train()`: earlier training is charged, noise and steps are fixed."""
+
+        def opened() -> Plan:
+            run = self.spending.open(
+                sample_rate,
+                steps,
+                releases,
+                self.dp_config.noise_multiplier,
+                settings=settings,
+                past=self._past(),
+                disjoint_data=self.dp_config.disjoint_data,
+                checkpoint=self._checkpoint,
+            )
+            return self._held.enter_context(run).plan
+
+        plan = self.ranks.run_on_first(opened)
+        if not self.spending.writes:
+            self._held.enter_context(self.spending.follow(plan))
+        assert self.spending.run is not None, "it was opened just now"
+        return self.spending.run
+
+    def _register_run(self, model: nn.Module) -> None:
+        """Called at each step, not sooner: a run that failed before its first step has changed nothing."""
+        if self._training is not None and self._training not in trainings(model):
+            mark(model)
+            register(model, self._training, self._taken_over)
+
+    def _check_cost(self) -> None:
+        """Refuse to write this ledger's card for weights that have cost more; on the first rank."""
+        found = [training.statement for training in trainings(self.model)]
+        if not found and not self.dp_config.disjoint_data:
+            found = list(past_of(self.model, self.continues).statements)
+        for cost in map(cost_of, found):
+            if not self.spending.has(cost):
+                steps = sum(event["steps"] for event in cost["events"])
+                raise LedgerError(
+                    f"The model was trained elsewhere: {steps} private steps of the ledger with head"
+                    f" {cost['head'][:16]} are not all in that of {str(self.spending.folder)!r}. This card would claim"
+                    " less than the weights have cost, so nothing was saved. Save the model with the trainer that"
+                    " trained it last, or train it here first, which takes over its cost."
+                )
+
+    # ---- what is saved
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save a model that `from_pretrained` loads, with its card; all ranks call it.
 
-        Under FSDP2's SHARDED_STATE_DICT Trainer saves none. Here only checkpoints are in shards, which resume faster.
+        Nothing is written if the output folder's ledger does not have all that the weights have cost. Under FSDP2's
+        SHARDED_STATE_DICT Trainer saves no model. Here only checkpoints are in shards, which resume faster.
         """
+        found = trainings(self.model)
+        if not found or any(training.spending is not self.spending for training in found):
+            self.ranks.run_on_first(self._check_cost)
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         in_shards = "SHARDED_STATE_DICT" in str(getattr(plugin, "state_dict_type", ""))
         if in_shards and (output_dir is None or not _internal_call):
@@ -59,17 +194,32 @@ class PublishingTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)
-        self._write_card(output_dir or self.args.output_dir)
+        self._write_card(output_dir or self.output_dir)
+        config = self.dp_config.method_config
+        if isinstance(config, CarrierConfig) and self.args.should_save:
+            config.save_pretrained(output_dir or self.output_dir)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if self.args.should_save:
+            self.spending.save_copy(Path(self.output_dir, f"checkpoint-{self.state.global_step}"))
+        super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Nothing: a generator's state would let others replay dropout and augmentation."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Nothing: a resumed run draws fresh randomness."""
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Trainer's card, with the privacy section in it and the record beside it."""
+        """Trainer's card, with the privacy section in it and the statement beside it."""
         super().create_model_card(*args, **kwargs)
-        self._write_card(self.args.output_dir)
+        self._write_card(self.output_dir)
 
     def _write_card(self, folder: str) -> None:
         if self.is_world_process_zero():
             write_card(folder, self.privacy_record())
 
+    # pyrefly: ignore[bad-override]  Trainer returns None on other ranks, and a Future, too: its annotation is too narrow
     def push_to_hub(
         self,
         commit_message: str | None = "End of training",
@@ -78,11 +228,12 @@ class PublishingTrainer(Trainer):
         revision: str | None = None,
         **kwargs: Any,
     ) -> CommitInfo | Future | None:
-        """Upload model, processing class, card and record, as Trainer does, and nothing that gives away more."""
+        """Upload model, processing class, card and statement, as Trainer does, and nothing that gives away more."""
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         token = token or self.args.hub_token
         if self.hub_model_id is None:
             self.init_hf_repo(token=token)
+        assert self.hub_model_id is not None, "init_hf_repo sets it"
         self.save_model(_internal_call=True)
         if not self.is_world_process_zero():
             return None
@@ -95,7 +246,7 @@ class PublishingTrainer(Trainer):
         self.create_model_card(**kwargs)
         self._finish_current_push()
         return publish(
-            self.args.output_dir,
+            self.output_dir,
             self.hub_model_id,
             commit_message=commit_message,
             token=token,
@@ -104,7 +255,7 @@ class PublishingTrainer(Trainer):
         )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push a checkpoint's model, card and record while training goes on; its optimizer and ledger stay here."""
+        """Push a checkpoint's model, card and statement while training goes on; its optimizer and ledger stay here."""
         args, pushing = self.args, self.push_in_progress
         busy = pushing is not None and not pushing.is_done()
         if not self.is_world_process_zero() or args.hub_strategy == "end" or (busy and not args.hub_always_push):
@@ -112,9 +263,10 @@ class PublishingTrainer(Trainer):
         if not weight_hashes(checkpoint_folder):
             logger.warning(f"{checkpoint_folder} is in shards, which nobody could load: it is not pushed.")
             return
+        assert self.hub_model_id is not None, "Trainer sets it before training if it pushes"
         self.callback_handler.on_push_begin(args, self.state, self.control)
         # the checkpoint may be rotated away before it has been uploaded
-        staged = stage(checkpoint_folder, Path(args.output_dir, "_dp", "push", Path(checkpoint_folder).name))
+        staged = stage(checkpoint_folder, Path(self.output_dir, "_dp", "push", Path(checkpoint_folder).name))
         job = publish(
             staged,
             self.hub_model_id,
@@ -125,6 +277,29 @@ class PublishingTrainer(Trainer):
         )
         job.add_done_callback(lambda _: shutil.rmtree(staged, ignore_errors=True))
         if busy:
-            pushing.jobs.append(job)
+            pushing.jobs.append(job)  # pyrefly: ignore[missing-attribute]  a list, whatever its annotation says
         else:
-            self.push_in_progress = PushInProgress([job])
+            self.push_in_progress = PushInProgress([job])  # pyrefly: ignore[bad-argument-type]  the same
+
+    # ---- what is reported
+
+    def privacy_spent(self) -> EpsilonReport:
+        """What has been spent on the records so far, in all runs on this output folder."""
+        return self.spending.report()
+
+    def privacy_record(self) -> dict[str, Any]:
+        """The facts of the statement (privacy.json), as plain values; everything that it claims follows from them."""
+        return {**self.spending.statement(), **self._public_facts(), **self._tuning()}
+
+    def _public_facts(self) -> dict[str, Any]:
+        """Settings, data, evaluation and software of the run."""
+        raise NotImplementedError
+
+    def _tuning(self) -> dict[str, Any]:
+        """The runs that were tried before, for the card: they count wherever the weights are saved."""
+        try:
+            tuning = self.spending.tuning
+        except LedgerError as error:  # no reason to lose a trained model
+            logger.warning(str(error))
+            return {}
+        return {"tuning": tuning} if tuning else {}

@@ -6,7 +6,6 @@ it, so that each turn of Trainer's loop is one private step. Nothing un-noised l
 
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,11 +14,10 @@ import datasets
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import EvalPrediction, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
-from hf_private.accounting.budget import EpsilonReport
 from hf_private.config import DPConfig
 from hf_private.distributed.fsdp import run_collectively
 from hf_private.distributed.ranks import Ranks
@@ -30,18 +28,19 @@ from hf_private.mechanism.clipping import Clipping
 from hf_private.mechanism.noise import NoiseSource, reseed_global
 from hf_private.mechanism.sampling import PoissonLoader, PoissonSampler
 from hf_private.mechanism.step import Mechanism
+from hf_private.methods.gep.config import AnchorConfig
 from hf_private.methods.gep.method import Anchors
 from hf_private.methods.gep.public_data import AnchorBooks, AnchorData, checked_anchors
 from hf_private.methods.registry import resolve_method
 from hf_private.randomness import Key
+from hf_private.spending.lineage import trainings
 from hf_private.spending.spending import LEDGER, Spending
 from hf_private.tasks.heads import base_model
 from hf_private.tasks.losses import LABEL_NAMES, PerSampleLoss
-from hf_private.tasks.micro_batches import LogicalBatch, LogicalCollator
+from hf_private.tasks.micro_batches import LogicalCollator
 from hf_private.tasks.synthetic import synthetic_batch
 
 from .callbacks import PrivacyCallback
-from .continuing import ContinuingTrainer
 from .facts import public_facts
 from .guards import (
     check_evaluation,
@@ -52,9 +51,9 @@ from .guards import (
     check_ranks,
     check_size,
 )
-from .publishing import own_arguments
+from .publishing import PublishingTrainer, own_arguments
 from .refusals import refusals
-from .resume import check_checkpoint, check_layout, last_checkpoint
+from .resume import check_layout, last_checkpoint
 
 logger = logging.get_logger(__name__)
 
@@ -68,7 +67,7 @@ class Keys(NamedTuple):
     noise: Key | bytes
 
 
-class DPTrainer(ContinuingTrainer):
+class DPTrainer(PublishingTrainer):
     """Trainer whose model can be published: it fine-tunes with differential privacy, as `dp_config` says.
 
     Takes all that `Trainer` takes, and:
@@ -112,6 +111,13 @@ class DPTrainer(ContinuingTrainer):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
+        model_init: Callable[..., Any] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
         *,
         dp_config: DPConfig | None = None,
         per_sample_loss: Callable[[Any, Any], Tensor] | None = None,
@@ -124,28 +130,41 @@ class DPTrainer(ContinuingTrainer):
                 f"`dp_config` must be a DPConfig, got {dp_config!r}. For instance DPConfig(target_epsilon=8.0)."
             )
         args = TrainingArguments("tmp_trainer") if args is None else args
-        self.dp_config, self.per_sample_loss, self.anchor_dataset = dp_config, per_sample_loss, anchor_dataset
-        self.continues = continues
+        self.per_sample_loss = per_sample_loss
+        self.anchor_dataset = anchor_dataset
         self._given_batch_size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         self.expected_batch_size = dp_config.expected_batch_size or self._given_batch_size
-        self.spending = Spending(
-            args.output_dir,
-            dp_config.target_delta,
-            target_epsilon=dp_config.target_epsilon,
-            accountant=dp_config.accountant,
-            records_per_unit=dp_config.records_per_unit,
-            writes=args.process_index == 0,
-        )
-        self.ranks = Ranks()
         self._keys: Keys | None = None
         self._mechanism: Mechanism | None = None
+        self._gradients_checked = False
+        optional = {  # passed on if given: the trainer of another library that is mixed in may not take them all
+            "model_init": model_init,
+            "compute_loss_func": compute_loss_func,
+            "compute_metrics": compute_metrics,
+            "callbacks": callbacks,
+            "optimizers": optimizers,
+            "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs,
+            "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
+        }
         super().__init__(
+            dp_config=dp_config,
+            continues=continues,
+            spending=Spending(
+                args.output_dir or "tmp_trainer",
+                dp_config.target_delta,
+                target_epsilon=dp_config.target_epsilon,
+                accountant=dp_config.accountant,
+                records_per_unit=dp_config.records_per_unit,
+                writes=args.process_index == 0,
+            ),
+            ranks=Ranks(),
             model=model,
             args=own_arguments(args),
             data_collator=data_collator,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
+            **{name: value for name, value in optional.items() if value not in (None, (None, None))},
             **kwargs,
         )
         self.dp_config = self._with_checked_anchors(dp_config)
@@ -155,8 +174,14 @@ class DPTrainer(ContinuingTrainer):
     def _validate_args(self) -> None:
         self._check_settings()
         super()._validate_args()
-        if self.train_dataset is not None:
-            check_size(self.expected_batch_size, self.dp_config.target_delta, len(self.train_dataset))
+        if self.num_records is not None:
+            check_size(self.expected_batch_size, self.dp_config.target_delta, self.num_records)
+
+    @property
+    def num_records(self) -> int | None:
+        """Number of training records; None if there is no training set. One without a length is refused."""
+        dataset: Any = self.train_dataset
+        return None if dataset is None else len(dataset)
 
     def _check_settings(self) -> None:
         """Refuse what would void the guarantee; again at each `train()`, for all of it can be set later, too."""
@@ -191,13 +216,9 @@ class DPTrainer(ContinuingTrainer):
         )
         check_ranks(self.ranks, self.args)
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = self.ranks.run_on_first(last_checkpoint, self.args.output_dir)
+            resume_from_checkpoint = self.ranks.run_on_first(last_checkpoint, self.output_dir)
         try:
-            with ExitStack() as held:
-                if resume_from_checkpoint:
-                    self.ranks.run_on_first(check_checkpoint, resume_from_checkpoint, self.args.output_dir)
-                self.ranks.run_on_all(held.enter_context, self.spending.open(resume_from_checkpoint or None))
-                held.enter_context(self._remembering())
+            with self._tracked(resume_from_checkpoint or None):
                 self.ranks.run_on_all(check_layout, resume_from_checkpoint, self)
                 self.expected_batch_size = self.ranks.run_on_first(
                     self._resolve_batch_size, bool(resume_from_checkpoint)
@@ -209,7 +230,8 @@ class DPTrainer(ContinuingTrainer):
                 output = super().train(resume_from_checkpoint, None, ignore_keys_for_eval)
                 self.ranks.check_weights(trainable(self.accelerator.unwrap_model(self.model)))
         finally:
-            self._keys = self._mechanism = None
+            self._keys = None
+            self._mechanism = None
             self.is_in_train = False
         return output if self.dp_config.log_nonprivate else output._replace(training_loss=math.nan)
 
@@ -234,7 +256,8 @@ class DPTrainer(ContinuingTrainer):
         """Loader whose items are whole Poisson batches, split into micro-batches."""
         if self.train_dataset is None:
             raise ValueError("`train_dataset` must be given to train, got None.")
-        dataset, collator, args = self.train_dataset, self.data_collator, self.args
+        dataset: Any = self.train_dataset
+        collator, args = self.data_collator, self.args
         if isinstance(dataset, datasets.Dataset):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
@@ -276,11 +299,15 @@ class DPTrainer(ContinuingTrainer):
             raise RuntimeError("A run must not begin anew within one `train()`: its noise and its draws would repeat.")
         # freezes what the method does not train, so it comes before the optimizer
         method = self.create_method()
+        self._taken_over = trainings(self.model)  # before FSDP2 replaces the parameters
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if steps := max(max_steps - self.state.global_step, 0):
             self._attach(method, train_dataloader.batch_sampler.sample_rate, steps)
-            folder, resumes = Path(self.args.output_dir, LEDGER).parent, resume_from_checkpoint is not None
-            method.begin_run(folder, resumes=resumes, writes=self.spending.writes)
+            method.begin_run(
+                Path(self.output_dir, LEDGER).parent,
+                resumes=resume_from_checkpoint is not None,
+                writes=self.spending.writes,
+            )
         return prepared
 
     def create_method(self) -> Method:
@@ -293,12 +320,15 @@ class DPTrainer(ContinuingTrainer):
 
     def _with_checked_anchors(self, config: DPConfig) -> DPConfig:
         """The settings with the name and fingerprint of `anchor_dataset` in them."""
-        anchors = checked_anchors(config.anchors, self.anchor_dataset, self.train_dataset)
-        return replace(config, anchors=anchors)
+        given: Any = config.anchors  # parsed by DPConfig
+        checked: Any = checked_anchors(given, self.anchor_dataset, self.train_dataset)
+        return replace(config, anchors=checked)
 
     def _anchor_books(self) -> AnchorBooks:
         """GEP's public records, in micro-batches as the private ones have."""
-        config, args, dataset, collator = self.dp_config, self.args, self.anchor_dataset, self.data_collator
+        args, dataset, collator = self.args, self.anchor_dataset, self.data_collator
+        config = self.dp_config.method_config
+        assert isinstance(config, AnchorConfig)
         if isinstance(dataset, datasets.Dataset):
             dataset = self._remove_unused_columns(dataset, description="anchor")
         else:
@@ -307,9 +337,9 @@ class DPTrainer(ContinuingTrainer):
             dataset,
             collator,
             self.model,
-            num_anchors=config.anchors.num_anchors,
+            num_anchors=config.num_anchors,
             max_rows=args.per_device_train_batch_size,
-            max_tokens=config.micro_batch_tokens,
+            max_tokens=self.dp_config.micro_batch_tokens,
             seed=args.seed,
         )
         loss = PerSampleLoss(self.model, self.per_sample_loss, args.label_smoothing_factor)
@@ -319,24 +349,21 @@ class DPTrainer(ContinuingTrainer):
         """Check the model, fix the noise and the number of steps that may be taken, and build the mechanism."""
         config, model = self.dp_config, self.accelerator.unwrap_model(self.model_wrapped)
         loss = PerSampleLoss(model, self.per_sample_loss, self.args.label_smoothing_factor)
+        assert self.optimizer is not None and self._keys is not None, "Trainer and `train()` have made them"
         check_optimizer(self.optimizer, model)
         meet = self.args.per_device_train_batch_size > 1
         dtype = torch.bfloat16 if self.args.mixed_precision == "bf16" else None  # maybe by the launcher
         report = run_collectively(self.ranks, model, self_check, model, loss, self.public_batch, meet, dtype)
         logger.info(report)
         noise = NoiseSource(config.noise, self._keys.noise)
-        noise_multiplier = self.ranks.run_on_first(self._plan, method, sample_rate, steps)
-        if not self.spending.writes:  # it counts along
-            self.spending.plan(sample_rate, steps, method.releases, noise_multiplier)
-        self.ranks.run_on_all(
-            self.spending.record_run,
+        run = self._open_run(
+            sample_rate,
+            steps,
+            method.releases,
             {
                 **config.to_dict(),
-                "noise_multiplier": noise_multiplier,
                 "expected_batch_size": self.expected_batch_size,
-                "num_records": len(self.train_dataset),
-                "sample_rate": sample_rate,
-                "planned_steps": steps,
+                "num_records": self.num_records,
                 "method": method.describe(),
                 "reproducible": noise.reproducible,
                 "ranks": self.ranks.world_size,
@@ -348,21 +375,16 @@ class DPTrainer(ContinuingTrainer):
             method=method,
             clipping=Clipping(config.clipping, config.clip_norm),
             noise=noise,
-            noise_multiplier=noise_multiplier,
+            noise_multiplier=run.plan.noise_multiplier,
             sample_rate=sample_rate,
             expected_batch_size=self.expected_batch_size,
-            charge=self.spending.charge,
+            charge=run.charge,
             ranks=self.ranks,
             dummy=lambda: self._prepare_inputs(self.public_batch(1, LENGTH)),
             log_nonprivate=config.log_nonprivate,
         )
         self._mechanism.steps = self.state.global_step  # with a test key, a resumed run repeats the noise of its steps
         self._gradients_checked = False
-
-    def _plan(self, method: Method, sample_rate: float, steps: int) -> float:
-        """The noise multiplier that the ledger and the budget ask for, what the base model has cost included."""
-        self._inherit()
-        return self.spending.plan(sample_rate, steps, method.releases, self.dp_config.noise_multiplier)
 
     def public_batch(
         self, batch_size: int, length: int, generator: torch.Generator | None = None
@@ -373,19 +395,20 @@ class DPTrainer(ContinuingTrainer):
 
     # ---- one step
 
-    def training_step(
-        self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
-        """One private step on one Poisson batch. Returns 0, or the loss if `log_nonprivate`."""
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        """One private step on one Poisson batch, a `LogicalBatch`. Returns 0, or the loss if `log_nonprivate`."""
         model.train()
-        if callable(getattr(self.optimizer, "train", None)):
-            self.optimizer.train()
+        switch = getattr(
+            self.optimizer, "train", None
+        )  # of optimizers with two sets of weights, as schedule-free ones
+        if callable(switch):
+            switch()
         if self._mechanism is None:  # a complete run was resumed, and Trainer counts one step more before it looks
             self.state.global_step -= 1
             return torch.zeros((), device=self.args.device)
         check_parameters(self._mechanism.model, self._mechanism.parameters)
         self._mechanism.step(self._prepare_inputs(batch) for batch in inputs.micro_batches)
-        self._mark_changed(self._mechanism.model)
+        self._register_run(self._mechanism.model)
         if not self._gradients_checked and inputs.size:
             check_gradients(self._mechanism.model, self.dp_config.is_private)
             self._gradients_checked = True
@@ -406,33 +429,8 @@ class DPTrainer(ContinuingTrainer):
                 logs[f"nonprivate_{name}"] = value
         super().log(logs, start_time)
 
-    # ---- what is saved
-
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        super()._save(output_dir, state_dict)
-        if self.dp_config.carriers is not None and self.args.should_save:
-            self.dp_config.carriers.save_pretrained(output_dir or self.args.output_dir)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        if self.args.should_save:
-            self.spending.save_copy(Path(self.args.output_dir, f"checkpoint-{self.state.global_step}"))
-        super()._save_checkpoint(model, trial)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Nothing: a generator's state would let others replay dropout and augmentation."""
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Nothing: a resumed run draws fresh randomness."""
-
-    # ---- what is reported
-
-    def privacy_spent(self) -> EpsilonReport:
-        """What has been spent on the records so far, in all runs on this output folder."""
-        return self.spending.report()
-
-    def privacy_record(self) -> dict[str, Any]:
-        """All public facts that a card needs, as plain values."""
-        return {**self.spending.record(), **public_facts(self), **self._tuning()}
+    def _public_facts(self) -> dict[str, Any]:
+        return public_facts(self)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: choosing the best of several private runs costs privacy that no single run accounts for."""

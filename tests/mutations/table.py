@@ -275,90 +275,90 @@ MUTANTS = (
     Mutant(
         "a model that was moved away from its record begins anew",
         "spending/lineage.py",
-        (("if hasattr(config, MARK) and not (known", "if False and not (known"),),
+        (("if hasattr(config, MARK) and not (settled", "if False and not (settled"),),
         "tests/spending/test_lineage.py::test_a_trained_model_that_was_moved_or_saved_by_hand_is_refused",
     ),
     Mutant(
         "a trained encoder inside another model begins anew",
         "spending/lineage.py",
-        (("        if hasattr(config, MARK):\n", "        if False:\n"),),
+        (("(config is None or hasattr(own, MARK))", "config is None"),),
         "tests/spending/test_lineage.py::test_a_trained_model_that_is_a_part_of_another",
     ),
     Mutant(
         "a run that was refused for its past is let in when it is tried again",
-        "trainer/continuing.py",
-        (("if self._loaded or self._changed:", "if True:"),),
+        "trainer/publishing.py",
+        (
+            (
+                "            yield\n        finally:\n",
+                "            yield\n        finally:\n            register(self.model, self._training)\n",
+            ),
+        ),
         "tests/spending/test_lineage_cards.py::test_a_run_that_was_refused_is_refused_again_in_a_folder_with_a_history",
     ),
     Mutant(
         "the card of a cheap ledger is written for weights that were trained on elsewhere",
-        "trainer/continuing.py",
-        (("            self.ranks.run_on_first(self._check_past)\n", "            pass\n"),),
+        "trainer/publishing.py",
+        (("            self.ranks.run_on_first(self._check_cost)\n", "            pass\n"),),
         "tests/spending/test_lineage_cards.py::test_weights_that_were_trained_on_are_not_saved_with_an_old_card",
     ),
     Mutant(
         "a trainer that has not trained writes its folder's card for any weights",
-        "trainer/continuing.py",
-        (("records = past_of(self.model, self.continues).records", "pass"),),
+        "trainer/publishing.py",
+        (("found = list(past_of(self.model, self.continues).statements)", "pass"),),
         "tests/spending/test_lineage_cards.py::test_a_trainer_that_has_not_trained_saves_what_its_ledger_has",
     ),
     Mutant(
         "what was trained cannot be saved once the output folder is gone",
         "spending/spending.py",
-        (("if path.is_file() else self._closed)", "if path.is_file() else None)"),),
+        (("if path.is_file() else self._closed", "if path.is_file() else None"),),
         "tests/spending/test_lineage_cards.py::test_no_training_is_lost_because_a_folder_has_vanished",
     ),
     Mutant(
         "a folder's history is taken for that of whatever is trained there",
-        "trainer/continuing.py",
-        (
-            (
-                "self.spending.inherit(*past_of(self.model, self.continues, known=self._loaded)",
-                "self.spending.inherit(*past_of(self.model, self.continues, known=bool(self.spending.events))",
-            ),
-        ),
+        "trainer/publishing.py",
+        (("resumed=self._loaded)", "resumed=bool(self.spending.events))"),),
         "tests/spending/test_lineage.py::test_a_trained_adapter_must_be_named",
     ),
     Mutant(
         "an adapter that is loaded onto a model of this process starts from zero",
         "spending/lineage.py",
-        (("if not known and not named else ()", "if not (known or named or remembered(model)) else ()"),),
+        (("() if settled else _check", "() if settled or trainings(model) else _check"),),
         "tests/spending/test_lineage.py::test_a_trained_adapter_that_is_loaded_beside_others",
     ),
     Mutant(
         "a trained IA3 adapter starts from zero",
-        "spending/adapters.py",
-        (('kind == "IA3" and bool(config.init_ia3_weights)', "False"),),
+        "spending/lineage.py",
+        ((', "IA3": getattr(config, "init_ia3_weights", 0)', ""),),
         "tests/spending/test_lineage.py::test_a_trained_adapter_of_another_kind_must_be_named",
     ),
     Mutant(
         "nothing is said of an adapter that does not show its past",
         "spending/lineage.py",
-        (('return ("adapter_unchecked",)', "return ()"),),
+        (('unchecked = ("adapter_unchecked",)', "pass"),),
         "tests/spending/test_lineage.py::test_an_adapter_that_shows_nothing_is_admitted",
     ),
     Mutant(
         "what was set aside as other people's is forgotten when they come again",
-        "spending/inheritance.py",
-        (('[debt_of(record), *set_aside(record.get("runs") or ())]', "[debt_of(record)]"),),
+        "spending/costs.py",
+        (('[cost_of(statement), *left_out(statement.get("runs") or ())]', "[cost_of(statement)]"),),
         "tests/spending/test_lineage_cards.py::test_what_was_set_aside_is_charged_when_the_same_people_come_again",
     ),
     Mutant(
         "what was set aside is forgotten in the folder that has set it aside",
-        "spending/inheritance.py",
-        ((" for debt in debts(record)] + set_aside(self.runs)", " for debt in debts(record)]"),),
+        "spending/costs.py",
+        ((" for cost in all_costs(statement)] + left_out(own_runs)", " for cost in all_costs(statement)]"),),
         "tests/spending/test_lineage_cards.py::test_what_was_set_aside_is_charged_to_a_later_run_of_the_same_folder",
     ),
     Mutant(
         "the runs that were tried for a base model are forgotten",
-        "spending/inheritance.py",
+        "spending/costs.py",
         (("    return math.ceil(runs)\n", "    return 1\n"),),
         "tests/spending/test_lineage_cards.py::test_the_charge_for_tuning_goes_along_with_the_weights",
     ),
     Mutant(
         "what a base model's card admits is not on those of its descendants",
-        "spending/inheritance.py",
-        (("return {**debt, **admitted(record)}", "return debt"),),
+        "spending/costs.py",
+        (("return {**cost, **admitted(statement)}", "return cost"),),
         "tests/spending/test_lineage_cards.py::test_all_that_a_base_models_card_admits_is_on_those_of_its_descendants",
     ),
     Mutant(
@@ -595,10 +595,10 @@ MUTANTS = (
         "spending/spending.py",
         (
             (
-                "        with PrivacyLedger(self.folder / LEDGER, create=checkpoint is None) as self._ledger:",
+                "        with PrivacyLedger(self.folder / LEDGER, create=checkpoint is None) as ledger:",
                 "        if checkpoint is not None:\n"
                 "            (self.folder / LEDGER).write_bytes(Path(checkpoint, LEDGER).read_bytes())\n"
-                "        with PrivacyLedger(self.folder / LEDGER, create=checkpoint is None) as self._ledger:",
+                "        with PrivacyLedger(self.folder / LEDGER, create=checkpoint is None) as ledger:",
             ),
         ),
         "tests/spending/test_spending.py::test_lost_steps_are_charged_and_the_rest_gets_more_noise",
@@ -608,35 +608,35 @@ MUTANTS = (
         "spending/spending.py",
         (
             (
-                "        with PrivacyLedger(self.folder / LEDGER, create=checkpoint is None) as self._ledger:",
+                "        with PrivacyLedger(self.folder / LEDGER, create=checkpoint is None) as ledger:",
                 "        (self.folder / LEDGER).unlink(missing_ok=True)\n"
-                "        with PrivacyLedger(self.folder / LEDGER) as self._ledger:",
+                "        with PrivacyLedger(self.folder / LEDGER) as ledger:",
             ),
         ),
         "tests/spending/test_spending.py::test_epsilon_never_falls",
     ),
     Mutant(
         "the budget is checked after it is overspent",
-        "spending/spending.py",
+        "spending/run.py",
         (("if self.steps_left < event.steps:", "if self.steps_left < 0:"),),
         "tests/spending/test_spending.py::test_no_step_beyond_the_plan_and_no_other_step",
     ),
     Mutant(
         "the base model's spending is forgotten",
-        "spending/inheritance.py",
-        (("        for debt in owed:\n", "        for debt in ():\n"),),
+        "spending/costs.py",
+        (("    for cost in owed:\n", "    for cost in ():\n"),),
         "tests/spending/test_spending.py::test_the_base_models_spending_is_taken_over_once",
     ),
     Mutant(
         "a model that was trained into another output folder starts from zero",
         "spending/lineage.py",
-        (("    found = [*remembered(model)]\n", "    found = []\n"),),
+        (("    found = [training.statement for training in trainings(model)]\n", "    found = []\n"),),
         "tests/spending/test_lineage.py::test_a_model_that_another_trainer_has_trained",
     ),
     Mutant(
         "a trained adapter starts from zero",
         "spending/lineage.py",
-        (("if weight := trained_adapter(model, settled):", "if weight := None:"),),
+        (("elif fresh is not None and not values.is_meta", "elif False and not values.is_meta"),),
         "tests/spending/test_lineage.py::test_a_trained_adapter_must_be_named",
     ),
     Mutant(
@@ -651,7 +651,7 @@ MUTANTS = (
     Mutant(
         "the target is logged as epsilon, whatever was spent before",
         "spending/spending.py",
-        (("self._bound = math.inf\n        if not", "self._bound = self.target_epsilon\n        if not"),),
+        (("return Plan(event, noise_multiplier, 0)", "return Plan(event, noise_multiplier, 0, self.target_epsilon)"),),
         "tests/spending/test_spending.py::test_a_running_estimate_stays_within_the_target",
     ),
     Mutant(
@@ -732,7 +732,7 @@ MUTANTS = (
     ),
     Mutant(
         "generator states are saved with checkpoints",
-        "trainer/trainer.py",
+        "trainer/publishing.py",
         (("    def _save_rng_state(", "    def _unused_save_rng_state("),),
         "tests/trainer/test_spending.py::test_no_key_and_no_generator_state_is_saved",
     ),

@@ -25,8 +25,8 @@ def test_spending_adds_up_and_survives(path: Path) -> None:
     write(path)
     with PrivacyLedger(path, create=False) as ledger:
         assert steps(ledger) == {(2.0,): 3, (1.0, 3.0): 2}
-        assert [record["kind"] for record in ledger.records] == ["ledger", "run", "phase", "phase"]
-        assert ledger.records[1] == {"kind": "run", "clip_norm": 1.0, "n": 100}
+        assert [line["kind"] for line in ledger.lines] == ["ledger", "run", "phase", "phase"]
+        assert ledger.lines[1] == {"kind": "run", "clip_norm": 1.0, "n": 100}
         ledger.charge(CHEAP)
         assert steps(ledger) == {(2.0,): 4, (1.0, 3.0): 2} == steps(PrivacyLedger.read(path))
         assert (ledger.length, ledger.head) == (PrivacyLedger.read(path).length, PrivacyLedger.read(path).head)
@@ -225,7 +225,7 @@ def test_spending_of_a_base_model_is_taken_over_once(path: Path, monkeypatch: py
 def test_bad_records(path: Path, kind: str, data: dict, message: str) -> None:
     with PrivacyLedger(path) as ledger:
         with pytest.raises(ValueError, match=message):
-            ledger.record(kind, data)
+            ledger.add_line(kind, data)
         with pytest.raises(TypeError, match="`event`"):
             ledger.charge("step")
         assert ledger.length == 1

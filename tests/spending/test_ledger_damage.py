@@ -54,7 +54,7 @@ def test_torn_at_every_byte(path: Path, last: str) -> None:
         if last == "phase":
             ledger._append("phase", session="s", name="n", event=DEAR.to_dict())
         elif last == "run":
-            ledger.record("run", {"text": "x" * 200})
+            ledger.add_line("run", {"text": "x" * 200})
         elif last == "step":
             ledger.charge(CHEAP)
     whole = path.read_bytes()

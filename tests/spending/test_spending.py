@@ -9,7 +9,8 @@ import pytest
 
 from hf_private.accounting.budget import BudgetExceeded, epsilon_of
 from hf_private.accounting.events import Event
-from hf_private.spending import spending as room
+from hf_private.spending import spending as module
+from hf_private.spending.costs import Past
 from hf_private.spending.ledger import LedgerError, PrivacyLedger
 from hf_private.spending.spending import LEDGER, Spending
 from hf_private.trainer.resume import check_checkpoint, is_complete, last_checkpoint
@@ -23,12 +24,10 @@ def spending(folder: Path, **settings: Any) -> Spending:
 
 def run(spent: Spending, steps: int, noise: float | None = 1.0, taken: int | None = None, **opening: Any) -> float:
     """One `train()` without a model: plan `steps`, take `taken` of them."""
-    with spent.open(**opening):
-        sigma = spent.plan(RATE, steps, lambda s: (s,), noise)
-        spent.record_run({"noise_multiplier": sigma, "sample_rate": RATE})
+    with spent.open(RATE, steps, lambda s: (s,), noise, **opening) as opened:
         for _ in range(steps if taken is None else taken):
-            spent.charge(Event(RATE, (sigma,)))
-    return sigma
+            opened.charge(opened.plan.event)
+    return opened.plan.noise_multiplier
 
 
 def checkpoint(spent: Spending, number: int) -> Path:
@@ -53,46 +52,42 @@ def test_nothing_is_spent_before_the_first_run(tmp_path: Path) -> None:
 
 def test_a_step_is_on_disk_when_charge_returns(tmp_path: Path) -> None:
     spent = spending(tmp_path)
-    with spent.open():
-        spent.plan(RATE, 3, lambda s: (s,), 1.0)
-        spent.record_run({})
+    with spent.open(RATE, 3, lambda s: (s,), 1.0) as opened:
         for count in range(1, 4):
-            spent.charge(Event(RATE, (1.0,)))
+            opened.charge(Event(RATE, (1.0,)))
             assert sum(event.steps for event in PrivacyLedger.read(tmp_path / LEDGER).events) == count
 
 
 def test_no_step_beyond_the_plan_and_no_other_step(tmp_path: Path) -> None:
     spent = spending(tmp_path, target_epsilon=4.0)
-    with spent.open():
-        sigma = spent.plan(RATE, 2, lambda s: (s,), None)
-        spent.record_run({})
+    with spent.open(RATE, 2, lambda s: (s,)) as opened:
+        sigma = opened.plan.noise_multiplier
         with pytest.raises(RuntimeError, match="not the one that was planned"):
-            spent.charge(Event(RATE, (sigma / 2,)))
+            opened.charge(Event(RATE, (sigma / 2,)))
         with pytest.raises(RuntimeError, match="not the one that was planned"):
-            spent.charge(Event(RATE, (sigma,), steps=2))
-        spent.charge(Event(RATE, (sigma,)))
-        spent.charge(Event(RATE, (sigma,)))
+            opened.charge(Event(RATE, (sigma,), steps=2))
+        opened.charge(Event(RATE, (sigma,)))
+        opened.charge(Event(RATE, (sigma,)))
         with pytest.raises(BudgetExceeded, match="Nothing was released"):
-            spent.charge(Event(RATE, (sigma,)))
+            opened.charge(Event(RATE, (sigma,)))
     assert total(spent) == 2
     assert 3.9 < spent.epsilon() <= 4.0
 
 
 def test_the_plan_is_calibrated_with_several_releases(tmp_path: Path) -> None:
     spent = spending(tmp_path, target_epsilon=4.0)
-    with spent.open():
-        sigma = spent.plan(RATE, 5, lambda s: (s * 2**0.5, s * 2**0.5), None)
+    with spent.open(RATE, 5, lambda s: (s * 2**0.5, s * 2**0.5)) as opened:
+        sigma = opened.plan.noise_multiplier
         assert epsilon_of([Event(RATE, (sigma,), 5)], DELTA, "rdp") == pytest.approx(4.0, abs=0.01)
-        spent.record_run({})
-        spent.charge(Event(RATE, (sigma * 2**0.5, sigma * 2**0.5)))
+        opened.charge(Event(RATE, (sigma * 2**0.5, sigma * 2**0.5)))
 
 
 def test_a_spent_budget_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(room.logger, "warning", said.append)
+    monkeypatch.setattr(module.logger, "warning", said.append)
     spent = spending(tmp_path, target_epsilon=4.0)
     run(spent, 5, None)
-    with pytest.raises(BudgetExceeded, match="is spent, by earlier runs.*: 5 more steps.*raise `target_epsilon`"):
+    with pytest.raises(BudgetExceeded, match="used up: epsilon 4 of `target_epsilon` 4 is spent"):
         run(spent, 5, None)
     assert total(spent) == 5 and said == []
     more = spending(tmp_path, target_epsilon=6.0)
@@ -113,18 +108,16 @@ def test_epsilon_never_falls(tmp_path: Path) -> None:
 def test_a_running_estimate_stays_within_the_target(tmp_path: Path) -> None:
     """RDP's bound on the whole run is above what it was calibrated to, by PLD: no reason to alarm anyone."""
     spent, seen = spending(tmp_path, target_epsilon=4.0, accountant="pld"), []
-    with spent.open():
-        noise = spent.plan(RATE, 20, lambda s: (s,), None)
-        spent.record_run({})
+    with spent.open(RATE, 20, lambda s: (s,)) as opened:
+        noise = opened.plan.noise_multiplier
         for _ in range(20):
-            spent.charge(Event(RATE, (noise,)))
+            opened.charge(Event(RATE, (noise,)))
             seen.append(spent.quick_epsilon())
     assert seen == sorted(seen) and seen[0] < seen[-1] == 4.0
     assert 3.9 < spent.epsilon() <= 4.0
     lower = spending(tmp_path, target_epsilon=1.0)
     assert lower.quick_epsilon() > 4.0  # no run, no promise
-    with lower.open():
-        lower.plan(RATE, 0, lambda s: (s,), noise)  # nor by a run without steps, which nothing was found about
+    with lower.open(RATE, 0, lambda s: (s,), noise):  # nor by a run without steps, which nothing was found about
         assert lower.quick_epsilon() > 4.0
 
 
@@ -138,10 +131,7 @@ def test_people_with_several_records(tmp_path: Path) -> None:
 
 def test_a_fixed_key_is_not_private_whatever_comes_later(tmp_path: Path) -> None:
     spent = spending(tmp_path)
-    with spent.open():
-        spent.plan(RATE, 1, lambda s: (s,), 1.0)
-        spent.record_run({"reproducible": True})
-        spent.charge(Event(RATE, (1.0,)))
+    run(spent, 1, settings={"reproducible": True})
     run(spent, 1)
     assert spent.report().epsilon == spent.quick_epsilon() == spent.epsilon() == math.inf
     assert spent.report().note.startswith("NOT PRIVATE")
@@ -160,11 +150,10 @@ def test_noise_stays_on_resume_if_the_rest_fits(tmp_path: Path) -> None:
 
 def test_lost_steps_are_charged_and_the_rest_gets_more_noise(tmp_path: Path) -> None:
     spent = spending(tmp_path, target_epsilon=4.0)
-    with spent.open():
-        sigma = spent.plan(RATE, 6, lambda s: (s,), None)
-        spent.record_run({"noise_multiplier": sigma, "sample_rate": RATE})
+    with spent.open(RATE, 6, lambda s: (s,)) as opened:
+        sigma = opened.plan.noise_multiplier
         for step in range(4):
-            spent.charge(Event(RATE, (sigma,)))
+            opened.charge(Event(RATE, (sigma,)))
             if step == 1:
                 folder = checkpoint(spent, 2)
     more = run(spent, 4, None, checkpoint=folder)
@@ -215,7 +204,7 @@ def test_missing_parts_are_refused_with_the_way_out(tmp_path: Path, missing: str
 
 
 def test_two_runs_cannot_write_to_one_ledger(tmp_path: Path) -> None:
-    with spending(tmp_path).open():
+    with spending(tmp_path).open(RATE, 1, lambda s: (s,), 1.0):
         with pytest.raises(LedgerError, match="in use"):
             run(spending(tmp_path), 1)
     run(spending(tmp_path), 1)
@@ -238,12 +227,12 @@ def test_half_written_checkpoints_are_passed_over(tmp_path: Path) -> None:
 
 
 def published(spent: Spending, **changes: Any) -> dict[str, Any]:
-    return {**spent.record(), "private": True, **changes}
+    return {**spent.statement(), "private": True, **changes}
 
 
-def inherit(spent: Spending, *records: dict[str, Any]) -> None:
-    with spent.open():
-        spent.inherit(records)
+def inherit(spent: Spending, *statements: dict[str, Any], **past: Any) -> None:
+    """A run without steps that continues some statements."""
+    run(spent, 0, past=Past(statements, **past))
 
 
 def test_the_base_models_spending_is_taken_over_once(tmp_path: Path) -> None:
@@ -277,7 +266,7 @@ def test_what_a_base_models_card_admits_is_handed_on(tmp_path: Path) -> None:
     inherit(child, record)
     inherit(grandchild, published(child))
     for spent in (child, grandchild):
-        (source,) = spent.record()["ledger"]["continues"]
+        (source,) = spent.statement()["ledger"]["continues"]
         assert (source["noise"], source["disjoint_data"]) == ("fast", True)
     assert total(grandchild) == 1
 
@@ -285,7 +274,5 @@ def test_what_a_base_models_card_admits_is_handed_on(tmp_path: Path) -> None:
 def test_a_past_that_could_not_be_looked_up_is_written_down(tmp_path: Path) -> None:
     for unchecked in (False, True):
         spent = spending(tmp_path / str(unchecked))
-        with spent.open():
-            spent.inherit((), ["base_model_unchecked"] if unchecked else [])
-            spent.record_run({})
+        inherit(spent, unchecked=("base_model_unchecked",) if unchecked else ())
         assert spent.last_run.get("base_model_unchecked", False) is unchecked

@@ -9,6 +9,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from hf_private.accounting.budget import epsilon_of, quick_epsilon
 from hf_private.accounting.events import Event
 from hf_private.spending.ledger import PrivacyLedger
+from hf_private.spending.run import Plan, Run
 from hf_private.spending.spending import LEDGER, Spending
 from hf_private.trainer.callbacks import PrivacyCallback
 from tests.support import training
@@ -68,9 +69,10 @@ def test_infinity_is_said_in_words(folder: Path) -> None:
 @pytest.mark.parametrize(("left", "stops"), [(None, False), (1, False), (0, True)])
 def test_it_stops_when_no_step_is_left(tmp_path: Path, left: int | None, stops: bool) -> None:
     spending = Spending(tmp_path, 1e-5, target_epsilon=4.0)
-    spending.steps_left = left
+    spending.run = Run(Plan(EVENT, 1.0, left))
     state = TrainerState(global_step=3, max_steps=10)
-    control = PrivacyCallback(spending).on_step_end(None, state, TrainerControl())
+    control = TrainerControl()
+    PrivacyCallback(spending).on_step_end(None, state, control)
     assert control.should_training_stop is stops
     assert state.log_history == ([{"privacy_budget_spent": True, "step": 3}] if stops else [])
 
@@ -78,8 +80,8 @@ def test_it_stops_when_no_step_is_left(tmp_path: Path, left: int | None, stops: 
 def test_a_trainer_stops_before_its_budget_is_overspent(tmp_path: Path) -> None:
     """Were the loop to run on, the callback ends it after the last permitted step; the mechanism would refuse more."""
     made = training.trainer(tmp_path, dp={"noise_multiplier": None, "target_epsilon": 4.0}, max_steps=3)
-    plan = made.spending.plan
-    made.spending.plan = lambda rate, steps, *rest: plan(rate, 2, *rest)
+    opened = made.spending.open
+    made.spending.open = lambda rate, steps, *rest, **settings: opened(rate, 2, *rest, **settings)
     made.train()
     assert made.state.global_step == 2
     assert {"privacy_budget_spent": True, "step": 2} in made.state.log_history

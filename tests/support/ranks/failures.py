@@ -16,6 +16,7 @@ from hf_private.distributed.fsdp import Shards
 from hf_private.distributed.ranks import Ranks
 from hf_private.gradients.method import Full
 from hf_private.spending.ledger import LedgerError
+from hf_private.spending.run import Run
 from hf_private.tasks.losses import PerSampleLoss
 from tests.support import training, zoo
 from tests.support.ranks.engine import RECORDS, anchors, batch_of, failure, mechanism, replicated, shard
@@ -173,16 +174,17 @@ def self_check_fails(folder: Path, ranks: Ranks) -> str | None:
 def ledger_fails(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Rank 0's disk is full at the third step: no rank takes it."""
     made = make(folder)
-    charge, kept = made.spending.charge, []
+    charge, kept = Run.charge, []
 
-    def full(event: Any) -> None:
+    def full(run: Run, event: Any) -> None:
         kept.append(training.weights(made.model))
         if len(kept) == 3 and ranks.rank == 0:
             raise LedgerError("the disk is full")
-        charge(event)
+        charge(run, event)
 
-    made.spending.charge = full
+    Run.charge = full
     error = failure(made.train)
+    Run.charge = charge
     moved = not torch.equal(training.weights(made.model), kept[-1])
     writes = made.spending.writes
     return {
@@ -201,14 +203,13 @@ def budget(folder: Path) -> dict[str, Any]:
     left = first.privacy_spent().epsilon
     # a run that is longer than what its spending permits: all ranks stop after the same step
     again = make(folder, key=None, dp={"noise_multiplier": None, "target_epsilon": 6.0}, callbacks=[])
-    plan = again.spending.plan
+    running = again.spending._running
 
-    def short(*args: Any) -> float:
-        multiplier = plan(*args)
-        again.spending.steps_left = 2
-        return multiplier
+    def short(run: Run) -> Any:
+        run.steps_left = 2
+        return running(run)
 
-    again.spending.plan = short
+    again.spending._running = short
     again.train()
     refused = failure(make(folder, key=None, dp={"noise_multiplier": None, "target_epsilon": 1.0}).train)
     return {
