@@ -1,8 +1,8 @@
-"""Check that a model's privacy claim follows from its own record.
+"""Check that a model's privacy claim follows from its own statement.
 
-Reads privacy.json of a folder or of a repository on the Hub, computes epsilon again from the recorded steps with two
-independent accountants, and compares the record with the card, the ledger (where it lies) and the weights. Nothing is
-unpickled. Exit code: 0 the claim holds, 1 it does not, 2 cannot tell.
+Reads privacy.json of a folder or of a repository on the Hub, recomputes epsilon from the stated steps with two
+independent accountants, and compares the statement with the card, the ledger (if it is there) and the weights. Nothing
+is unpickled. Exit code: 0 the claim holds, 1 it does not, 2 cannot tell.
 
 example:
   hf-private verify path/to/model
@@ -10,14 +10,22 @@ example:
 
 import argparse
 
+from .arguments import positive
 from .output import print_json, print_table
 
 NAME = "verify"
+ANSWERS = {0: "the claim holds.", 1: "the claim does not hold.", 2: "cannot tell."}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="PATH_OR_REPO", help="folder of a saved model, or its name on the Hub")
     parser.add_argument("--revision", help="branch, tag or commit on the Hub")
+    parser.add_argument(
+        "--time-limit",
+        type=positive,
+        default=4.0,
+        help="seconds of processor time to recompute epsilon; long runs need more (default: %(default)s)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -25,8 +33,8 @@ def run(args: argparse.Namespace) -> int:
 
     from hf_private.publishing.verify import HOLDS, SCOPE, verify
 
-    verdict = verify(args.model, args.revision)
-    guarantee = verdict.record["guarantee"] if verdict.record else {}
+    verdict = verify(args.model, args.revision, args.time_limit)
+    guarantee = verdict.statement["guarantee"] if verdict.statement else {}
     if args.json:
         claim = {name: guarantee.get(name) for name in ("epsilon", "delta")}
         findings = [asdict(finding) for finding in verdict.findings]
@@ -34,9 +42,11 @@ def run(args: argparse.Namespace) -> int:
         return verdict.code
     rows = [(finding.check, finding.status, finding.message) for finding in verdict.findings]
     print_table(args.model, ("check", "result", "what was found"), rows)
+    if verdict.statement and not verdict.statement["private"]:
+        print("NOT PRIVATE, by its own statement. It claims nothing, so nothing can hold.")
+        return verdict.code
     claim = f"epsilon = {guarantee['epsilon']}, delta = {guarantee['delta']}: " if guarantee else ""
-    answer = {0: "the claim holds.", 1: "the claim does not hold.", 2: "cannot tell."}[verdict.code]
-    if verdict.record and not verdict.record["private"]:
-        claim, answer = "", "NOT PRIVATE, as its record says. Nothing is claimed, so nothing can hold."
-    print(f"{claim}{answer}{f' {SCOPE}' if verdict.status == HOLDS else ''}")
+    print(f"{claim}{ANSWERS[verdict.code]}")
+    if verdict.status == HOLDS:
+        print(SCOPE)
     return verdict.code

@@ -15,18 +15,10 @@ from markdown_it import MarkdownIt
 from hf_private.accounting.budget import epsilon
 from hf_private.accounting.composition import best_of_epsilon, joint_epsilon
 from hf_private.accounting.events import Event
-from hf_private.publishing.card import (
-    CARD,
-    TAGS,
-    card_tags,
-    render_card,
-    render_section,
-    split_card,
-    weight_hashes,
-    write_card,
-)
+from hf_private.publishing.card import CARD, render_card, split_card, weight_hashes, write_card
 from hf_private.publishing.curve import CURVE_FILE
 from hf_private.publishing.schema import violations
+from hf_private.publishing.section import TAGS, card_tags, render_section
 from hf_private.spending.statement import RECORD, build_record, read_record, rebuild, round_up, schema
 from tests.support.card_facts import event, facts, saved_model
 
@@ -231,12 +223,12 @@ def test_survives_pefts_own_card_writing(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     given_facts = facts() | {"peft": "LORA"}
     write_card(tmp_path, given_facts)
-    section = split_card((tmp_path / CARD).read_text())[2]
+    section = split_card((tmp_path / CARD).read_text()).section
     assert "on a LoRA adapter" in section
     model.save_pretrained(tmp_path)  # PEFT reloads the card and sets tags of its own
     write_card(tmp_path, given_facts)
     text = (tmp_path / CARD).read_text()
-    assert split_card(text)[2] == section and text.count("## Privacy") == 1
+    assert split_card(text).section == section and text.count("## Privacy") == 1
     assert {*TAGS, "lora"} <= {*ModelCard(text).data.tags}
     assert "adapter_model.safetensors" in read_record(tmp_path)["weights"]
 
@@ -262,7 +254,7 @@ def test_what_others_recorded_is_kept(tmp_path: Path) -> None:
 
 def test_card_is_valid_markdown_with_links_that_resolve(tmp_path: Path) -> None:
     folder = saved_model(tmp_path)
-    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(split_card((folder / CARD).read_text())[2])
+    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(split_card((folder / CARD).read_text()).section)
     inline = [child for token in tokens for child in token.children or ()]
     targets = [
         child.attrs.get("href") or child.attrs.get("src") for child in inline if child.type in ("link_open", "image")

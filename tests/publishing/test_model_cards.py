@@ -1,5 +1,6 @@
 """The cards in model_cards/ come from real runs: each must still follow from its own record."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -22,4 +23,8 @@ def test_card_follows_from_its_record(folder: Path) -> None:
 
 def test_every_folder_has_a_record() -> None:
     assert [path for path in FOLDER.iterdir() if path.is_dir() and path not in CARDS] == []
-    assert "card_template.md" in (FOLDER / CARD).read_text()
+
+
+def test_links_of_the_overview_resolve() -> None:
+    links = re.findall(r"\]\(([^)#:]+)\)", (FOLDER / CARD).read_text())
+    assert links and [link for link in links if not (FOLDER / link).exists()] == []

@@ -86,7 +86,7 @@ def test_true_claims_of_other_runs_hold(given: dict, tmp_path: Path) -> None:
     assert wrong(saved_model(tmp_path, given)) == []
 
 
-def test_a_record_of_another_version_may_use_other_words_but_not_other_numbers(folder: Path) -> None:
+def test_words_of_an_unknown_version_cannot_be_told_and_its_numbers_are_checked(folder: Path) -> None:
     def older(record: dict) -> None:
         record["versions"]["hf_private"] = "0.0.9"
         record["scope"]["not_covered"] = ["the weather"]
@@ -95,6 +95,7 @@ def test_a_record_of_another_version_may_use_other_words_but_not_other_numbers(f
     edit_record(folder, older)
     fix_hash(folder)
     assert wrong(folder) == []
+    assert verify(str(folder)).code == 2
     edit_record(folder, put("mechanism.steps", 2))
     fix_hash(folder)
     assert any("mechanism.steps" in line for line in wrong(folder))
@@ -115,7 +116,7 @@ RECORD_EDITS = [  # (what is changed in privacy.json, words of the answer)
     ("mechanism.steps", 2, "mechanism.steps"),
     ("mechanism.phases[0].noise_multiplier", 9.0, "mechanism.phases[0].noise_multiplier"),
     ("mechanism.clip_norm", 0.1, "mechanism.clip_norm"),
-    ("runs[0].noise_multiplier", 9.0, "is of no recorded run"),
+    ("runs[0].noise_multiplier", 9.0, "`mechanism.phases[0]`"),
     ("runs[0].num_records", 900000, "runs[0].sample_rate"),
     ("runs[0].reproducible", True, "private"),
     ("runs", [], "`runs` is empty"),
@@ -125,7 +126,7 @@ RECORD_EDITS = [  # (what is changed in privacy.json, words of the answer)
     ("private", False, "NOT PRIVATE"),
     ("settings.records_per_unit", 2, "privacy_unit.records_per_unit"),
     ("privacy_unit.unit", "person", "privacy_unit.unit"),
-    ("tuning.runs", 3, "facts make no sense"),
+    ("tuning.runs", 3, "`law`"),
     ("caveats", [], "caveats"),
     ("scope.not_covered", [], "scope.not_covered"),
     ("randomness.keys", "from a vault", "randomness.keys"),
@@ -148,7 +149,7 @@ def test_an_edit_of_the_record_is_named(folder: Path, path: str, value: Any, wor
     found = wrong(folder)
     assert verdict.code == 1
     assert any(words in message for message in found), found
-    if not fixed_up and verdict.record:
+    if not fixed_up and verdict.statement:
         assert any("record_sha256" in message for message in found), found
 
 
@@ -177,7 +178,7 @@ CARD_EDITS = [  # (pattern, replacement, words of the answer)
     (r"\n# Fine-tuned", "\nprivate (ε ≤ 0.1)\n\n# Fine-tuned", "claims epsilon 0.1"),
     (r"\n# Fine-tuned", "\nIt is (0.1, 1e-5)-DP.\n\n# Fine-tuned", "claims epsilon 0.1"),
     (r"\n# Fine-tuned", "\nWith eps below 0.1.\n\n# Fine-tuned", "claims epsilon 0.1"),
-    (r"^---\n", "---\nepsilon: 0.1\n", "metadata `epsilon`"),
+    (r"^---\n", "---\nepsilon: 0.1\n", "metadata: claims epsilon 0.1"),
     (
         r"(?s)(<!-- hf-private: begin section -->.*end section -->\n)",
         r"\1\n<!-- hf-private: begin section -->\n**epsilon = 0.1**\n<!-- hf-private: end section -->\n",
@@ -218,7 +219,7 @@ def test_a_not_private_card_whose_warning_is_removed(tmp_path: Path) -> None:
     edit_card(folder, r"(?s)<!-- hf-private: begin caution.*end caution -->\n\n", "")
     edit_card(folder, "- hf_private\n", "- hf_private\n- differential-privacy\n")
     assert any("no warning" in message for message in wrong(folder))
-    assert any("is tagged `differential-privacy`" in message for message in wrong(folder))
+    assert any("has the tag `differential-privacy`" in message for message in wrong(folder))
 
 
 @pytest.mark.parametrize("swap", ["swapped", "merged", "removed", "added", "unnamed"])
@@ -301,7 +302,7 @@ def test_an_old_card_of_a_ledger_that_went_on_is_warned_about(with_ledger: Path)
         ledger.charge(Event(0.1, (4.0,)))
     verdict = verify(str(with_ledger))
     assert verdict.code == 0
-    assert any("has grown by" in finding.message for finding in verdict.findings)
+    assert any("more lines" in finding.message for finding in verdict.findings)
 
 
 # ---- the commands
@@ -311,9 +312,9 @@ def test_exit_codes_and_json(folder: Path, tmp_path: Path, capsys: pytest.Captur
     assert main(["verify", str(folder), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["status"], report["epsilon"]) == ("holds", float(EPSILON))
-    assert "not that the record is what ran" in report["scope"]
+    assert "not that the statement describes what ran" in report["scope"]
     assert main(["verify", str(folder)]) == 0
-    assert "not that the record is what ran" in capsys.readouterr().out.replace("\n", " ")
+    assert "not that the statement describes what ran" in capsys.readouterr().out.replace("\n", " ")
     edit_record(folder, put("guarantee.epsilon", 0.1))
     assert main(["verify", str(folder)]) == 1
     assert "does not hold" in capsys.readouterr().out
