@@ -1,4 +1,4 @@
-"""Checks of a card against its statement: section, warning, metadata, curve, and everything that it says beside them."""
+"""Checks of a card against its statement: section, warning, metadata, curve, and whatever else it says."""
 
 import hashlib
 import re
@@ -29,9 +29,7 @@ FREE_FIELDS = ("method", "optimizer", "data", "base_model", "versions", "audit_v
 LOWER_BOUNDS = re.compile(r"\b(mia_epsilon|canaries_epsilon|canaries_highest) \S+")  # what attacks found
 BLOCK = "differential_privacy"
 FENCE = re.compile(r"^ {0,3}(```+|~~~+)", re.MULTILINE)
-HIDING = re.compile(
-    r"<(/?)(details|div|svg|script|style|template|textarea|title|noscript|pre|span|table|select)\b", re.I
-)
+HIDING = re.compile(r"<(/?)(details|div|noscript|pre|script|select|span|style|svg|table|template|textarea)\b", re.I)
 
 
 def check_card(statement: dict[str, Any], snapshot: Snapshot) -> Found:

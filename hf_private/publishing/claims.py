@@ -13,54 +13,23 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .prose import plain_text
+from .vocabulary import (
+    AFTER_CARDINAL,
+    ATTACHED,
+    BUDGET,
+    CARDINALS,
+    DELTA,
+    DIRECT,
+    EPSILON,
+    FILLERS,
+    JOINTS,
+    NUMERICAL,
+    OTHER,
+    PARTS,
+    PRIVATE,
+    UNITS,
+)
 
-EPSILON = frozenset({"epsilon", "epsilons", "eps", "ε"})
-DELTA = frozenset({"delta", "deltas", "δ"})
-PRIVATE = frozenset(
-    {"budget", "differential", "differentially", "dp", "guarantee", "privacy", "private", "privately", "zcdp"}
-)
-BUDGET = frozenset({"budget", "cost", "guarantee", "level", "loss", "parameter", "spent", "value"})  # after "privacy"
-FILLERS = frozenset(  # words between a name and its number that do not change what the number is
-    "a about achieve achieved achieves almost an and approx approximately around as at be being below bounded bound budget by"
-    " cost delta dp equal equaling equalling equals exactly exceed exceeding example final get guarantee guaranteed here"
-    " is just less level loss low lower merely metric metrics most name nearly not of only our parameter per person"
-    " privacy reach reached reaches record roughly sample set small smaller spent than the this tiny to total type under"
-    " up upper user value values very was we were with δ".split()
-)
-DIRECT = frozenset({"at", "equals", "is", "level", "of"})  # the same, after "DP" and "differential privacy"
-JOINTS = frozenset("=≈≤<~:,()|\"'/-→&;!?")
-ATTACHED = frozenset({"-", "=", "≥", ">", "as", "for", "is", "of"})  # between a number and the epsilon after it
-UNITS = frozenset(  # a whole number of these is a count
-    "accountant accountants bit bits checkpoint checkpoints class classes day days decimal decimals device devices digit"
-    " digits epoch epochs example examples fold gpu gpus hour hours layer layers minute minutes model models people"
-    " person phase phases rank ranks record records run runs second seconds seed seeds step steps times token tokens"
-    " user users".split()
-)
-CARDINALS = {
-    word: float(value)
-    for value, word in enumerate("zero one two three four five six seven eight nine ten eleven twelve".split())
-}
-PARTS = {"half": 0.5, "third": 1 / 3, "quarter": 0.25, "fifth": 0.2, "tenth": 0.1, "tenths": 0.1, "hundredth": 0.01}
-AFTER_CARDINAL = frozenset({"and", "at", "delta", "for", "or", "per", "with", "δ"})
-NUMERICAL = (  # stems of words that belong to an epsilon for numerical stability
-    *("adafactor", "adagrad", "adam", "batchnorm", "beta", "bn", "groupnorm", "lamb", "layernorm", "lion", "ln"),
-    *("norm", "numerical", "optim", "rmsnorm", "rmsprop", "stability"),
-)
-OTHER = (  # stems of words that belong to an epsilon of another kind
-    *(
-        "adversarial",
-        "attack",
-        "ball",
-        "clip",
-        "convergence",
-        "dbscan",
-        "exploration",
-        "fgsm",
-        "greedy",
-        "insensitive",
-    ),
-    *("machine", "neighborhood", "neighbourhood", "perturbation", "pgd", "smoothing", "svm", "svr", "tolerance"),
-)
 CONTEXT = 300  # letters to each side that say what an epsilon is
 REACH = 12  # tokens between a name and its number
 TINY = 1e-3  # the largest epsilon that anyone uses for numerical stability
@@ -250,7 +219,7 @@ def _number_in_words(tokens: list[Token], place: int) -> tuple[float, int] | Non
 
 
 def _role(plain: str, tokens: list[Token], index: int, last: int, value: float) -> str:
-    """What an epsilon is: of "privacy", "numerical" (Adam's, a layer norm's), or of "other" kinds, which is a doubt."""
+    """What an epsilon is: "privacy", "numerical" (Adam's, a layer norm's) or "other", which leaves a doubt."""
     near = tokens[max(0, index - REACH) : index]
     before = [token.text for token in near if "\n" not in plain[token.end : tokens[index].start]]
     after = [token.text for token in tokens[last + 1 : last + 5]]

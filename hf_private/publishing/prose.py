@@ -1,4 +1,4 @@
-"""Markdown as a reader sees it: plain lower-case text, without markup, LaTeX, look-alike letters and other disguises."""
+"""Markdown as a reader sees it: plain lower-case text without markup, LaTeX and look-alike letters."""
 
 import html
 import re

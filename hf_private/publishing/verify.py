@@ -1,4 +1,4 @@
-"""Does a privacy claim follow from its own statement? Read, recompute, compare. Nothing is unpickled, no model loaded."""
+"""Does a privacy claim follow from its own statement? Nothing is unpickled, and no model is loaded."""
 
 from collections.abc import Callable
 from itertools import islice
