@@ -21,6 +21,7 @@ from .words import in_own_words
 CARD = "README.md"
 BEGIN, END = "<!-- hf-private: begin {} -->", "<!-- hf-private: end {} -->"
 LOCAL_DATA = ("arrow", "csv", "generator", "json", "pandas", "parquet", "text")  # builders, not names of datasets
+WEIGHTS = re.compile(r"[^/]+\.safetensors|(?!checkpoint-|[_.])[^/]+/adapter_model\.safetensors")
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f<>|`]+")  # privacy_schema.json allows none of these in a name
 
 
@@ -65,7 +66,19 @@ def write_files(folder: str | Path, statement: dict[str, Any]) -> None:
 
 def weight_hashes(folder: str | Path) -> dict[str, str]:
     """sha256 of every file of weights in a folder, by name. Nothing is loaded."""
-    return {path.name: sha256(path) for path in sorted(Path(folder).glob("*.safetensors"))}
+    folder = Path(folder)
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.glob("*.safetensors"))
+    names += sorted(path.relative_to(folder).as_posix() for path in folder.glob("*/adapter_model.safetensors"))
+    return {name: sha256(folder / name) for name in names if is_weights(name)}
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file holds weights of the model: in its folder, or in that of a named adapter.
+
+    >>> is_weights("dp/adapter_model.safetensors"), is_weights("checkpoint-3/adapter_model.safetensors")
+    (True, False)
+    """
+    return WEIGHTS.fullmatch(name) is not None
 
 
 def sha256(path: Path) -> str:

@@ -8,7 +8,7 @@ from huggingface_hub import HfApi, hf_hub_download
 from hf_private.spending.spending import LEDGER
 from hf_private.spending.statement import RECORD
 
-from .card import CARD, sha256, weight_hashes
+from .card import CARD, is_weights, sha256, weight_hashes
 from .curve import CURVE_FILE
 
 SIZE_LIMITS = {RECORD: 1_000_000, CARD: 500_000, CURVE_FILE: 100_000}  # bytes; files come from strangers
@@ -76,7 +76,7 @@ def _of_repository(repo: str, revision: str | None) -> Snapshot:
     def fetch(name: str) -> Path:
         return Path(hf_hub_download(repo, name, revision=info.sha))
 
-    weights = {name: file for name, file in sorted(files.items()) if name.endswith(".safetensors") and "/" not in name}
+    weights = {name: file for name, file in sorted(files.items()) if is_weights(name)}
     return Snapshot(
         names=tuple(sorted(files)),
         texts={name: _read(fetch(name)) if name in files else None for name in SIZE_LIMITS},
