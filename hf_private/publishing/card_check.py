@@ -25,7 +25,7 @@ from .words import is_known, template
 METADATA_LIMIT = 50_000  # letters of YAML, whose parser is slow
 PATH_LIMIT = 200  # letters of the path to a key
 CLAIMS_LIMIT = 20  # that are reported
-FREE_FIELDS = ("method", "optimizer", "data", "base_model", "versions", "audit_values")  # printed, not recomputed
+FREE_FIELDS = ("method", "optimizer", "data", "base_model", "versions")  # printed, not recomputed
 LOWER_BOUNDS = re.compile(r"\b(mia_epsilon|canaries_epsilon|canaries_highest) \S+")  # what attacks found
 BLOCK = "differential_privacy"
 FENCE = re.compile(r"^ {0,3}(```+|~~~+)", re.MULTILINE)
@@ -78,9 +78,10 @@ def _printed_facts(statement: dict[str, Any]) -> Iterator[str]:
     """What the section prints of facts that nobody can recompute."""
     name = "card.md" if statement["private"] else "card_not_private.md"
     used = {*Template(template(statement, name)).get_identifiers()}
-    for field, value in template_fields(statement).items():
-        if field in FREE_FIELDS and field in used:
-            yield LOWER_BOUNDS.sub("", value)
+    fields = template_fields(statement)
+    yield from (fields[field] for field in FREE_FIELDS if field in used)
+    audit = LOWER_BOUNDS.sub("", fields["audit_values"])
+    yield audit if "audit_values" in used else audit.replace("canaries_claimed_epsilon", "")
 
 
 def _is_hidden(before: str) -> bool:
@@ -152,12 +153,15 @@ def _flatten(node: yaml.Node | None, path: str = "", seen: set[int] | None = Non
             yield from _flatten(item, path, seen)
         return
     items = [(str(key.value), item) for key, item in node.value]
-    key, times = max(Counter(key for key, _ in items).items(), key=lambda pair: pair[1], default=("", 0))
-    if times > 1:
-        raise ValueError(f"its metadata has the key `{key[:80]}` twice")
+    for key, times in Counter(key for key, _ in items).items():
+        if times > 1:
+            raise ValueError(f"its metadata has the key `{key[:80]}` twice")
     scalars = [f"{key}: {item.value}" for key, item in items if isinstance(item, yaml.ScalarNode)]
     yield f"{path} {' '.join(scalars)}"
     yield f"{path} {' '.join(reversed(scalars))}"
     for key, item in items:
+        lines = _flatten(item, f"{path} {key}".strip()[-PATH_LIMIT:], seen)
         if path or key != BLOCK:
-            yield from _flatten(item, f"{path} {key}".strip()[-PATH_LIMIT:], seen)
+            yield from lines
+        else:
+            list(lines)  # only to find keys that stand twice

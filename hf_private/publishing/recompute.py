@@ -1,5 +1,6 @@
 """Checks of a statement against itself: its claims are recomputed from its facts, and its facts compared."""
 
+import ctypes
 import math
 import threading
 import time
@@ -60,11 +61,16 @@ def _check_curve(statement: dict[str, Any]) -> Found:
             yield WRONG, f"`guarantee.curve` has delta {point['delta']} at epsilon {epsilon}, it is {delta:.3g}"
 
 
+class Stopped(BaseException):
+    """Ends a computation that takes too long. Accountants, which catch their own errors, do not catch it."""
+
+
 def _within(seconds: float, compute: Callable[[], Any]) -> Any:
     """The result of `compute`, or TimeoutError once it has taken so many seconds of processor time.
 
-    Files come from strangers, and a few numbers suffice to keep an accountant busy for hours. Its numpy code cannot be
-    interrupted, so it runs in a thread that is left behind. Processor time does not depend on other programs.
+    Files come from strangers, and a few numbers suffice to keep an accountant busy for hours. A running call of numpy
+    cannot be interrupted, so the computation has its own thread, which ends after that call. Processor time, unlike
+    time on the clock, does not depend on other programs: one file gets one verdict.
     """
     results: list[Any] = []
     errors: list[BaseException] = []
@@ -72,15 +78,16 @@ def _within(seconds: float, compute: Callable[[], Any]) -> Any:
     def run() -> None:
         try:
             results.append(compute())
-        except BaseException as error:
+        except BaseException as error:  # raised again below, or after a timeout of no interest
             errors.append(error)
 
-    worker = threading.Thread(target=run, daemon=True)
+    worker = threading.Thread(target=run)
     start = time.process_time()
     worker.start()
     while worker.is_alive():
         worker.join(timeout=0.02)
         if worker.is_alive() and time.process_time() - start > seconds:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(worker.ident or 0), ctypes.py_object(Stopped))
             raise TimeoutError
     if errors:
         raise errors[0]
