@@ -106,13 +106,26 @@ def _of_epsilon(plain: str, tokens: list[Token], index: int) -> Iterator[Claim]:
         first -= 1
     number = tokens[first] if first >= 0 else None
     if number is None or number.value is None or "\n" in plain[number.end : tokens[index].start]:
+        yield from _in_sentence(plain, tokens, index)
         return
     between = plain[number.end : tokens[index].start]
     subtraction = "-" in between and (number.value == 1 or " " in between)
-    if not subtraction and first >= index - 3:
+    if not subtraction:
         role = _role(plain, tokens, index, index, number.value)
         if role != "numerical":
             yield Claim("epsilon", number.value, _excerpt(plain, number.start), doubtful=role == "other")
+
+
+def _in_sentence(plain: str, tokens: list[Token], index: int) -> Iterator[Claim]:
+    """A decimal number after epsilon and words that we do not know: "epsilon drops to 0.1". It leaves a doubt."""
+    for token in tokens[index + 1 : index + 1 + REACH]:
+        if token.text in (".", "|") or token.text in EPSILON or "\n" in plain[tokens[index].end : token.start]:
+            return
+        if token.value is not None and re.search(r"\d[.,]\d", token.text):
+            role = _role(plain, tokens, index, index, token.value)
+            if role != "numerical":
+                yield Claim("epsilon", token.value, _excerpt(plain, tokens[index].start), doubtful=True)
+            return
 
 
 def _of_delta(plain: str, tokens: list[Token], index: int) -> Iterator[Claim]:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
+from hf_private import __version__
 from hf_private.accounting.budget import epsilon
 from hf_private.accounting.composition import best_of_epsilon, joint_epsilon
 from hf_private.accounting.events import Event
@@ -252,15 +253,17 @@ def test_what_others_recorded_is_kept(tmp_path: Path) -> None:
     assert "epsilon_lower_bound 0.1" in (folder / CARD).read_text()
 
 
-def test_card_is_valid_markdown_with_links_that_resolve(tmp_path: Path) -> None:
-    folder = saved_model(tmp_path)
+@pytest.mark.parametrize(("version", "tables"), [("0.1.0", 2), (__version__, 1)])
+def test_card_is_valid_markdown_with_links_that_resolve(version: str, tables: int, tmp_path: Path) -> None:
+    given_facts = facts()
+    folder = saved_model(tmp_path, given_facts | {"versions": given_facts["versions"] | {"hf_private": version}})
     tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(split_card((folder / CARD).read_text()).section)
     inline = [child for token in tokens for child in token.children or ()]
     targets = [
         child.attrs.get("href") or child.attrs.get("src") for child in inline if child.type in ("link_open", "image")
     ]
     assert targets and all((folder / target).is_file() for target in targets)
-    assert [token.type for token in tokens].count("table_open") == 2
+    assert [token.type for token in tokens].count("table_open") == tables
     ElementTree.fromstring((folder / CURVE_FILE).read_text())
 
 
