@@ -134,10 +134,10 @@ def _mia(args: argparse.Namespace) -> int:
 
 def _claim(folder: str) -> float:
     """The epsilon that a saved model claims; infinity if it claims none."""
-    from hf_private.spending.statement import read_record
+    from hf_private.spending.statement import read_statement
 
     try:
-        return float((read_record(folder) or {})["guarantee"]["epsilon"])
+        return float((read_statement(folder) or {})["guarantee"]["epsilon"])
     except (LookupError, TypeError, ValueError):
         return float("inf")
 

@@ -11,6 +11,7 @@ example:
 
 import argparse
 
+from .arguments import positive
 from .output import print_json, print_table
 
 NAME = "verify"
@@ -20,6 +21,12 @@ ANSWERS = {0: "the claim holds.", 1: "the claim does not hold.", 2: "cannot tell
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="PATH_OR_REPO", help="folder of a saved model, or its name on the Hub")
     parser.add_argument("--revision", help="branch, tag or commit on the Hub")
+    parser.add_argument(
+        "--time-limit",
+        type=positive,
+        default=4.0,
+        help="seconds of processor time to recompute epsilon; long runs need more (default: %(default)s)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,8 +34,8 @@ def run(args: argparse.Namespace) -> int:
 
     from hf_private.publishing.verify import HOLDS, SCOPE, verify
 
-    verdict = verify(args.model, args.revision)
-    guarantee = verdict.record["guarantee"] if verdict.record else {}
+    verdict = verify(args.model, args.revision, args.time_limit)
+    guarantee = verdict.statement["guarantee"] if verdict.statement else {}
     if args.json:
         claim = {name: guarantee.get(name) for name in ("epsilon", "delta")}
         findings = [asdict(finding) for finding in verdict.findings]
@@ -37,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     rows = [(finding.check, finding.status, finding.message) for finding in verdict.findings]
     print_table(args.model, ("check", "result", "finding"), rows)
     answer = ANSWERS[verdict.code]
-    if verdict.record and not verdict.record["private"]:
+    if verdict.statement and not verdict.statement["private"]:
         answer = "NOT PRIVATE, as its statement says. It makes no claim that could hold."
     elif guarantee:
         answer = f"epsilon = {guarantee['epsilon']}, delta = {guarantee['delta']}: {answer}"

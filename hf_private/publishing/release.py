@@ -1,11 +1,10 @@
 """The release guard: which files of a folder may be published, and an upload of exactly those.
 
-Trainer uploads all that lies in the output folder. Some of it would give away what the mechanism protects: states of
-generators, un-noised metrics, pickled arguments, the ledger's timing, copies of the data. None of it is needed to use
-or to check the model.
+Trainer uploads everything in the output folder. Some of it would leak what the mechanism protects: states of random
+generators, un-noised metrics, pickled arguments, the ledger's times, copies of the data. Nobody needs them to use or
+check the model.
 """
 
-import json
 import os
 import re
 import shutil
@@ -19,9 +18,10 @@ from typing import Any
 from huggingface_hub import HfApi
 
 from hf_private import __version__
-from hf_private.spending.statement import RECORD
+from hf_private.spending.statement import STATEMENT
 
 from .curve import CURVE_FILE
+from .schema import parse_json
 
 LOCAL = {  # pattern of a file's or a folder's name -> why it stays here
     "_*": "local: the ledger and work files",
@@ -30,7 +30,7 @@ LOCAL = {  # pattern of a file's or a folder's name -> why it stays here
     "ledger*.jsonl": "the ledger's detail: when each step ran",
     "rng_state*": "a generator's state, which replays dropout and augmentation",
     "random_states*": "a generator's state, which replays dropout and augmentation",
-    "training_args.bin": "pickled arguments: paths and seed, and secrets of whoever wrote them",
+    "training_args.bin": "pickled arguments: paths, the seed and possibly secrets",
     "trainer_state.json": "the log of training",
     "runs": "logs of training",
     "wandb": "logs of training",
@@ -49,24 +49,48 @@ LOCAL = {  # pattern of a file's or a folder's name -> why it stays here
     "*.jsonl": "a copy of data",
 }
 KEPT = (".gitattributes",)
-MODEL_FILES = ("*config.json", "*vocab*.json", "*token*.json", "*.index.json", "chat_template.json", RECORD)
-PUBLISHED = (  # what a model, its card and its use consist of; a copy of the data can have any other name
-    *MODEL_FILES,
-    *("*.safetensors", "*.md", "*.py", "*.jinja", CURVE_FILE, "LICENSE*", "NOTICE*", ".gitattributes"),
-    *("vocab.txt", "merges.txt", "*.model", "*.tiktoken", "normalizer.json", "all_results.json", "eval_results.json"),
+
+# What `from_pretrained` reads, by its exact name: `tokenized_train.json` and `patients_vocab.json` are copies of data
+MODEL = frozenset("config.json generation_config.json model.safetensors model.safetensors.index.json".split())
+ADAPTER = frozenset("adapter_config.json adapter_model.safetensors carrier_config.json".split())
+TOKENIZER = frozenset(
+    """
+    added_tokens.json bpe.codes byte_maps.json chat_template.jinja chat_template.json dict.txt emoji.json
+    entity_vocab.json merges.txt normalizer.json prophetnet.tokenizer sentencepiece.bpe.model sentencepiece.model
+    source.spm special_tokens_map.json spiece.model spm.model spm_char.model target.spm target_vocab.json
+    tiktoken.model tokenizer.json tokenizer.model tokenizer_config.json vocab-src.json vocab-tgt.json vocab.bpe
+    vocab.json vocab.txt word_pronunciation.json word_shape.json
+    """.split()
+)
+PROCESSOR = frozenset(
+    """
+    audio_tokenizer_config.json preprocessor_config.json processor_config.json video_preprocessor_config.json
+    """.split()
+)
+RESULTS = frozenset({"all_results.json", "eval_results.json"})  # left out if they hold metrics of the training data
+CARD_FILES = frozenset(
+    {"README.md", STATEMENT, CURVE_FILE, ".gitattributes"}
+    | {f"{name}{suffix}" for name in ("LICENSE", "NOTICE") for suffix in ("", ".md", ".txt")}
+)
+PUBLISHED = MODEL | ADAPTER | TOKENIZER | PROCESSOR | RESULTS | CARD_FILES
+PATTERNED = re.compile(  # names with a part that differs: shards, code of custom models, further templates and parts
+    r"(model|adapter_model)-\d{5}-of-\d{5}\.safetensors"
+    r"|(configuration|feature_extraction|image_processing|modeling|processing|tokenization|video_processing)_\w+\.py"
+    r"|additional_chat_templates/\w+\.jinja"
 )
 UNNOISED = re.compile(r'"(nonprivate_\w+|train_loss|loss|grad_norm|num_input_tokens_seen)"\s*:')
 TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}\b")
-TEXT = (".json", ".md", ".txt", ".yaml", ".yml", ".py", ".jinja")
+TEXT = ("", ".jinja", ".json", ".md", ".py", ".txt")
+TEXT_LIMIT = 200_000_000  # bytes; no tokenizer is larger
 
 
 class ReleaseError(RuntimeError):
-    """A folder that must not be published as it is: nothing was uploaded."""
+    """The folder must not be published as it is. Nothing was uploaded."""
 
 
 @dataclass(frozen=True)
 class Release:
-    """What may be published of a folder, what is left out of it, and what forbids publishing at all."""
+    """Which files of a folder may be published, which are left out and why, and what forbids publishing at all."""
 
     files: tuple[str, ...]
     left_out: dict[str, str]
@@ -74,7 +98,7 @@ class Release:
 
 
 def reason_to_stay(name: str) -> str | None:
-    """Why a file of this name is not published; None if it may be.
+    """Why a file of this name must not be published; None if nothing speaks against it.
 
     >>> reason_to_stay("model.safetensors")
     >>> reason_to_stay("runs/Nov01/events.out.tfevents.1")
@@ -87,40 +111,88 @@ def reason_to_stay(name: str) -> str | None:
     return None
 
 
+def is_published(name: str) -> bool:
+    """Whether a model, its card or its use needs a file of this name.
+
+    A named adapter and the second tokenizer of a processor are in folders of their own, one level down.
+
+    >>> is_published("vocab.json"), is_published("patients_vocab.json"), is_published("data/vocab.json")
+    (True, False, False)
+    """
+    folder, _, file = name.rpartition("/")
+    if not folder:
+        return file in PUBLISHED or PATTERNED.fullmatch(file) is not None
+    if PATTERNED.fullmatch(name):
+        return True
+    if "/" in folder:
+        return False
+    return file in ("adapter_config.json", "adapter_model.safetensors") or (
+        folder.endswith("tokenizer") and file in TOKENIZER
+    )
+
+
 def scan(folder: str | Path) -> Release:
-    """Decide about every file in a folder, by its name and, where it is text, by what it says."""
-    folder, files, left_out, refused = Path(folder), [], {}, {}
+    """Decide about every file in a folder, by its name and, if it is text, by its content."""
+    folder = Path(folder)
+    files: list[str] = []
+    left_out: dict[str, str] = {}
+    refused: dict[str, str] = {}
     for name in _names(folder):
-        path = folder / name
-        if reason := reason_to_stay(name):
-            left_out[name] = reason
-        elif not any(fnmatch(path.name, pattern) for pattern in PUBLISHED):
-            left_out[name] = "no file that a model needs: upload it by hand, if anyone may see it"
-        elif path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
-            left_out[name] = "a link out of the folder"
-        elif path.suffix in TEXT and (text := path.read_text(encoding="utf-8", errors="replace")):
-            if TOKEN.search(text):
-                refused[name] = "holds an access token: remove it, and revoke the token"
-            elif metric := _unnoised(path, text):  # a vocabulary may well hold the word "loss"
-                left_out[name] = f"un-noised metric `{metric}`"
-            elif name.endswith(".md") and re.search(r"^\|.*Training Loss|^- seed:", text, re.MULTILINE):
-                refused[name] = "shows the training loss or the seed: write the card again (`hf-private card`)"
-            else:
-                files.append(name)
-        else:
+        reason = _reason_by_name(folder, name) or _unnoised(folder / name)
+        if reason is None:
             files.append(name)
-    if RECORD not in files:
-        refused.setdefault(RECORD, "is missing, so nobody could check the model: save it with DPTrainer.save_model")
-    else:
-        try:
-            json.loads((folder / RECORD).read_text())
-        except ValueError:
-            refused[RECORD] = "is not JSON: write it again with DPTrainer.save_model"
+            problem = _problem(folder / name)
+            if problem is not None:
+                refused[name] = problem
+        else:
+            left_out[name] = reason
+    if STATEMENT not in files:
+        refused.setdefault(STATEMENT, "is missing, so nobody could check the model: save it with DPTrainer.save_model")
     return Release(tuple(files), left_out, refused)
 
 
+def _reason_by_name(folder: Path, name: str) -> str | None:
+    """Why a file is left out, judged by its name and its place."""
+    path = folder / name
+    reason = reason_to_stay(name)
+    if reason is not None:
+        return reason
+    if not is_published(name):
+        return "not a file that a model needs: upload it by hand, if anyone may see it"
+    if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
+        return "a link out of the folder"
+    return None
+
+
+def _unnoised(path: Path) -> str | None:
+    """Why a file of results is left out: it shows a metric of the training data."""
+    if path.name not in RESULTS:
+        return None
+    found = UNNOISED.search(path.read_text(encoding="utf-8", errors="replace"))
+    return f"un-noised metric `{found[1]}`" if found else None
+
+
+def _problem(path: Path) -> str | None:
+    """What in a text forbids publishing the folder."""
+    if path.suffix not in TEXT:
+        return None
+    if path.stat().st_size > TEXT_LIMIT:
+        return f"has more than {TEXT_LIMIT} bytes: too large to be searched for secrets"
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if TOKEN.search(text):
+        return "holds an access token: remove it, and revoke the token"
+    if path.suffix == ".md" and re.search(r"^\|.*Training Loss|^- seed:", text, re.MULTILINE):
+        return "shows the training loss or the seed: write the card again (`hf-private card`)"
+    if path.name == STATEMENT:
+        try:
+            parse_json(text)
+        except ValueError:
+            return "is not JSON: write it again with DPTrainer.save_model"
+    return None
+
+
 def check(folder: str | Path) -> Release:
-    """What may be published of a folder; raises `ReleaseError` if it may not be published."""
+    """Which files of a folder may be published. Raises `ReleaseError` if the folder must not be published."""
     release = scan(folder)
     if release.refused:
         reasons = "\n".join(f"`{name}` {reason}." for name, reason in release.refused.items())
@@ -129,7 +201,7 @@ def check(folder: str | Path) -> Release:
 
 
 def publish(folder: str | Path, repo_id: str, **options: Any) -> Any:
-    """Upload what may be published of a folder, and nothing else.
+    """Upload the files of a folder that may be published, and nothing else.
 
     Args:
         options: As `HfApi.upload_folder` takes them: commit_message, token, revision, run_as_future.
@@ -142,7 +214,7 @@ def publish(folder: str | Path, repo_id: str, **options: Any) -> Any:
 
 
 def stage(source: str | Path, target: str | Path) -> Path:
-    """A copy of what may be published, which stays as it is while `source` is rotated away; links where possible."""
+    """Copy (or link) the files that may be published, so that `source` can be deleted before they are uploaded."""
     source, target = Path(source), Path(target)
     shutil.rmtree(target, ignore_errors=True)
     for name in check(source).files:
@@ -153,13 +225,6 @@ def stage(source: str | Path, target: str | Path) -> Path:
         except OSError:
             shutil.copyfile(source / name, copy)
     return target
-
-
-def _unnoised(path: Path, text: str) -> str | None:
-    if path.suffix != ".json" or any(fnmatch(path.name, pattern) for pattern in MODEL_FILES):
-        return None
-    found = UNNOISED.search(text)
-    return found and found[1]
 
 
 def _names(folder: Path) -> Iterator[str]:

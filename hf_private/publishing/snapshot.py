@@ -1,4 +1,4 @@
-"""What a published or saved model consists of, as far as a check needs it: names, a few texts, hashes of weights."""
+"""What a check needs of a saved or published model: file names, a few texts, hashes of the weights."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,10 +6,13 @@ from pathlib import Path
 from huggingface_hub import HfApi, hf_hub_download
 
 from hf_private.spending.spending import LEDGER
-from hf_private.spending.statement import RECORD
+from hf_private.spending.statement import STATEMENT
 
-from .card import CARD, sha256, weight_hashes
+from .card import CARD, is_weights, sha256, weight_hashes
 from .curve import CURVE_FILE
+
+SIZE_LIMITS = {STATEMENT: 1_000_000, CARD: 500_000, CURVE_FILE: 100_000}  # bytes; files come from strangers
+LEDGER_LIMIT = 50_000_000
 
 
 @dataclass(frozen=True)
@@ -18,9 +21,9 @@ class Snapshot:
 
     Args:
         names: All files.
-        texts: What the record, the card and the curve say; None where there is none.
+        texts: Contents of the statement, the card and the curve; None for a file that is missing.
         weights: sha256 of each file of weights.
-        folder: Where it lies, if it is local.
+        folder: The folder of a local model.
     """
 
     names: tuple[str, ...]
@@ -31,41 +34,59 @@ class Snapshot:
     @property
     def ledger(self) -> Path | None:
         """The ledger beside a local model."""
-        path = self.folder and self.folder / LEDGER
-        return path if path and path.is_file() else None
+        if self.folder is None:
+            return None
+        path = self.folder / LEDGER
+        return path if path.is_file() else None
 
 
 def load_snapshot(path_or_repo: str, revision: str | None = None) -> Snapshot:
-    """Read a local folder, or else a repository. Of weights on the Hub only hashes are fetched, where it has them."""
-    texts = (RECORD, CARD, CURVE_FILE)
-    if Path(path_or_repo).is_dir():
-        folder = Path(path_or_repo)
-        names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-        return Snapshot(
-            tuple(names),
-            {name: _read(folder / name) if name in names else None for name in texts},
-            weight_hashes(folder),
-            folder,
-        )
+    """Read a local folder, or else a repository. For weights on the Hub, only hashes are fetched where it has them.
+
+    Raises: FileNotFoundError without such a model, ValueError for files that are too large to be ours.
+    """
+    folder = Path(path_or_repo)
+    return _of_folder(folder) if folder.is_dir() else _of_repository(path_or_repo, revision)
+
+
+def _of_folder(folder: Path) -> Snapshot:
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    for name in SIZE_LIMITS:
+        if name in names:
+            _refuse_large(name, (folder / name).stat().st_size)
+    return Snapshot(
+        names=tuple(names),
+        texts={name: _read(folder / name) if name in names else None for name in SIZE_LIMITS},
+        weights=weight_hashes(folder),
+        folder=folder,
+    )
+
+
+def _of_repository(repo: str, revision: str | None) -> Snapshot:
     try:
-        info = HfApi().model_info(path_or_repo, revision=revision, files_metadata=True)
-    except Exception as error:  # no such repository, no network, a path: whatever it is, there is nothing to check
+        info = HfApi().model_info(repo, revision=revision, files_metadata=True)
+    except Exception as error:  # no such repository, no network, not a name: there is nothing to check
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise FileNotFoundError(f"There is no folder {path_or_repo!r}, and on the Hub: {reason}") from error
+        raise FileNotFoundError(f"there is no folder {repo!r}, and the Hub says: {reason}") from error
     files = {sibling.rfilename: sibling for sibling in info.siblings or ()}
+    for name in SIZE_LIMITS:
+        if name in files:
+            _refuse_large(name, files[name].size or 0)
 
     def fetch(name: str) -> Path:
-        return Path(hf_hub_download(path_or_repo, name, revision=info.sha))
+        return Path(hf_hub_download(repo, name, revision=info.sha))
 
+    weights = {name: file for name, file in sorted(files.items()) if is_weights(name)}
     return Snapshot(
-        tuple(sorted(files)),
-        {name: _read(fetch(name)) if name in files else None for name in texts},
-        {
-            name: file.lfs.sha256 if file.lfs else sha256(fetch(name))
-            for name, file in sorted(files.items())
-            if name.endswith(".safetensors") and "/" not in name
-        },
+        names=tuple(sorted(files)),
+        texts={name: _read(fetch(name)) if name in files else None for name in SIZE_LIMITS},
+        weights={name: file.lfs.sha256 if file.lfs else sha256(fetch(name)) for name, file in weights.items()},
     )
+
+
+def _refuse_large(name: str, size: int) -> None:
+    if size > SIZE_LIMITS[name]:
+        raise ValueError(f"`{name}` has {size} bytes, at most {SIZE_LIMITS[name]} are read")
 
 
 def _read(path: Path) -> str:

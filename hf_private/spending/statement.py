@@ -6,6 +6,7 @@ function, so that anyone can compute them again: `hf-private verify` does.
 
 import json
 import math
+from dataclasses import replace
 from decimal import ROUND_CEILING, Decimal
 from importlib.resources import files
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
+from hf_private._validate import integer_at_least
 from hf_private.accounting.budget import delta_curve, epsilon, group_epsilon
 from hf_private.accounting.composition import best_of_epsilon, joint_epsilon
 from hf_private.accounting.events import Event
@@ -259,10 +261,12 @@ def statement_on_hub(repo: str, revision: str | None = None) -> Path | None:
 def _spent(events: list[Event], delta: float, unit: int, one: float, tuning: dict[str, Any]) -> float:
     """Epsilon per privacy unit, with the runs that were tried and thrown away."""
     runs, law = tuning["runs"], tuning["law"]
-    if not runs or runs == 1:
+    if runs is not None:
+        integer_at_least(1, **{"tuning.runs": runs})  # 1.999 runs must not be charged as one
+    if runs is None or runs == 1:
         return one if unit == 1 else group_epsilon(events, delta, unit)
     if law == "fixed":
-        events = [event for event in events for _ in range(int(runs))]
+        events = [replace(event, steps=runs * event.steps) for event in events]
         return joint_epsilon([events], delta).epsilon if unit == 1 else group_epsilon(events, delta, unit)
     return best_of_epsilon(events, delta, runs, law) if unit == 1 else math.inf
 
@@ -280,7 +284,3 @@ def _ceil_digits(value: float, digits: int = 3) -> float:
         return 0.0
     exact = Decimal(repr(value))
     return float(exact.quantize(Decimal(1).scaleb(exact.adjusted() - digits + 1), rounding=ROUND_CEILING))
-
-
-# Names that other packages still import.
-RECORD, build_record, read_record = STATEMENT, build_statement, read_statement

@@ -14,7 +14,7 @@ from hf_private.audit.mia import read_records
 from hf_private.cli.main import main
 from hf_private.publishing.card import CARD, write_card
 from hf_private.publishing.verify import verify
-from hf_private.spending.statement import read_record
+from hf_private.spending.statement import read_statement
 from hf_private.tasks.losses import PerSampleLoss
 from tests.support import zoo
 from tests.support.card_facts import facts, saved_model
@@ -98,7 +98,7 @@ def test_attached_to_the_card_and_a_contradicted_claim(
     out, err = capsys.readouterr()
     assert out.splitlines()[-1].startswith(f"{folder}:"), "the model whose claim is contradicted is named"
     assert "without noise" in err
-    attached = read_record(folder)["audit"]
+    attached = read_statement(folder)["audit"]
     assert attached["mia_success"] > 0.6 and attached["mia_is_private"] is False
     assert "mia_auc" in Path(folder, CARD).read_text()
     assert verify(folder).code == 0, "the record and its card stay consistent"
@@ -123,7 +123,7 @@ def test_a_runs_audit_is_attached_to_its_models_card(
     size = {"canaries": ["--canaries", "20"], "step": ["--records", "3"]}[attack]
     assert main(["audit", attack, f"{script}:make", *size, "--attach", folder, "--json"]) == 0
     json.loads(capsys.readouterr().out)
-    attached = read_record(folder)["audit"]
+    attached = read_statement(folder)["audit"]
     wanted = {
         "canaries": {"canaries_canaries": 20, "canaries_contradicted": False, "canaries_steps": 3},
         "step": {"step_holds": True, "step_records": 3, "step_coupled_pairs": 0, "step_is_private": False},

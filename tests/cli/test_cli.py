@@ -89,6 +89,7 @@ WRONG = [  # (arguments, the option that is named, what is allowed); what was go
     (["card", "model", "--law", "uniform"], "--law", "'fixed', 'geometric', 'logarithmic'"),
     (["card", "nowhere"], "PATH", "privacy.json"),
     (["compose", "a", "--delta", "1"], "--delta", "a number between 0 and 1"),
+    (["verify", "model", "--time-limit", "0"], "--time-limit", "a number > 0"),
     (["frobnicate"], "COMMAND", "'demo', 'calibrate', 'doctor'"),
 ]
 

@@ -12,22 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
+from hf_private import __version__
 from hf_private.accounting.budget import epsilon
 from hf_private.accounting.composition import best_of_epsilon, joint_epsilon
 from hf_private.accounting.events import Event
-from hf_private.publishing.card import (
-    CARD,
-    TAGS,
-    card_tags,
-    render_card,
-    render_section,
-    split_card,
-    weight_hashes,
-    write_card,
-)
+from hf_private.publishing.card import CARD, render_card, split_card, weight_hashes, write_card
 from hf_private.publishing.curve import CURVE_FILE
 from hf_private.publishing.schema import violations
-from hf_private.spending.statement import RECORD, build_record, read_record, rebuild, round_up, schema
+from hf_private.publishing.section import TAGS, card_tags, render_section
+from hf_private.spending.statement import STATEMENT, build_statement, read_statement, rebuild, round_up, schema
 from tests.support import zoo
 from tests.support.card_facts import event, facts, saved_model
 
@@ -84,7 +77,7 @@ def test_epsilon_is_rounded_up_and_not_far(value: float) -> None:
 
 
 def test_golden_run_is_claimed_as_computed() -> None:
-    built = build_record(facts([event(**G3)]), {})
+    built = build_statement(facts([event(**G3)]), {})
     assert built["guarantee"]["epsilon"] == 3.3
     assert built["guarantee"]["accountants"]["pld"]["upper"] == pytest.approx(3.2897949, abs=1e-4)
     curve = {point["epsilon"]: point["delta"] for point in built["guarantee"]["curve"]}
@@ -110,7 +103,7 @@ def runs() -> list:
 @pytest.mark.parametrize(("given_facts", "private"), runs())
 def test_record_and_card_of_every_kind_of_run(given_facts: dict, private: bool, tmp_path: Path) -> None:
     folder = saved_model(tmp_path, given_facts)
-    built = read_record(folder)
+    built = read_statement(folder)
     jsonschema.validate(built, schema())
     assert list(violations(built, schema())) == []
     assert rebuild(built) == built
@@ -129,35 +122,35 @@ def test_record_and_card_of_every_kind_of_run(given_facts: dict, private: bool, 
 
 
 def test_gep_is_charged_for_both_parts_on_one_sample() -> None:
-    one, two = (build_record(facts([event(releases=n)]), {}) for n in (1, 2))
+    one, two = (build_statement(facts([event(releases=n)]), {}) for n in (1, 2))
     assert two["guarantee"]["epsilon"] == one["guarantee"]["epsilon"]
-    naive = build_record(facts([{**event(), "releases": [4.0, 4.0]}]), {})
+    naive = build_statement(facts([{**event(), "releases": [4.0, 4.0]}]), {})
     assert naive["guarantee"]["epsilon"] > 1.3 * one["guarantee"]["epsilon"]
 
 
 @pytest.mark.parametrize(("epsilon", "percent"), [(0.0, "50.01"), (1.0, "73.11"), (3.3, "96.45"), (8.0, "99.97")])
 def test_plain_words_give_the_best_guess(epsilon: float, percent: str) -> None:
-    built = build_record(facts(), {})
+    built = build_statement(facts(), {})
     built["guarantee"] |= {"epsilon": epsilon, "delta": 1e-9}
     assert f"right at most {percent} % of the time" in render_section(built)
 
 
 def test_no_finite_epsilon_is_not_private() -> None:
     """A charge that nobody can compute is no claim: a random number of runs, for people with several records."""
-    built = build_record(facts(records_per_unit=2) | {"tuning": {"runs": 5, "law": "geometric"}}, {})
+    built = build_statement(facts(records_per_unit=2) | {"tuning": {"runs": 5, "law": "geometric"}}, {})
     assert built["not_private_because"] == ["no accountant gives a finite epsilon"]
     assert built["private"] is False and built["guarantee"]["epsilon"] == "inf"
 
 
 def test_a_saved_model_without_a_step_claims_nothing() -> None:
-    built = build_record({**facts(), "ledger": {"events": [], "head": None, "length": 0}, "runs": []}, {})
+    built = build_statement({**facts(), "ledger": {"events": [], "head": None, "length": 0}, "runs": []}, {})
     assert built["not_private_because"] == ["no private step is recorded"]
     assert built["guarantee"]["epsilon"] == "inf"
     assert "NOT PRIVATE" in render_card(built)
 
 
 def test_people_with_several_records_pay_more() -> None:
-    one, two = (build_record(facts(records_per_unit=k), {}) for k in (1, 2))
+    one, two = (build_statement(facts(records_per_unit=k), {}) for k in (1, 2))
     assert two["guarantee"]["epsilon"] > 1.8 * one["guarantee"]["epsilon"]
     assert "person with up to 2 records" in render_section(two)
 
@@ -166,7 +159,7 @@ def test_people_with_several_records_pay_more() -> None:
     ("runs", "law", "golden"), [(10, "geometric", 6.69), (10, "logarithmic", 5.80), (2, "fixed", 4.772)]
 )
 def test_tuning_is_charged(runs: int, law: str, golden: float) -> None:
-    built = build_record({**facts([event(**G3)]), "tuning": {"runs": runs, "law": law}}, {})
+    built = build_statement({**facts([event(**G3)]), "tuning": {"runs": runs, "law": law}}, {})
     assert built["guarantee"]["epsilon"] == pytest.approx(golden, abs=0.03)
     assert f"{runs} runs ({law}), charged" in render_section(built)
     assert not any("not recorded how many runs" in line for line in built["caveats"])
@@ -201,7 +194,7 @@ def test_several_releases_add_up() -> None:
 
 
 def test_trainers_card_keeps_its_words_and_loses_what_is_not_private() -> None:
-    built = build_record(facts(), {})
+    built = build_statement(facts(), {})
     text = render_card(built, TRAINERS_CARD)
     assert "seed" not in text and "42" not in ModelCard(text).text.split("hf-private: end")[1]
     assert "Training Loss" not in text and "0.4321" not in text and "0.1234" not in text
@@ -215,7 +208,7 @@ def test_trainers_card_keeps_its_words_and_loses_what_is_not_private() -> None:
 
 
 def test_writing_again_changes_nothing_and_a_new_state_replaces_the_old() -> None:
-    private, not_private = build_record(facts(), {}), build_record(facts(run={"reproducible": True}), {})
+    private, not_private = build_statement(facts(), {}), build_statement(facts(run={"reproducible": True}), {})
     once = render_card(private, TRAINERS_CARD)
     assert render_card(private, once) == once
     warned = render_card(not_private, once)
@@ -230,14 +223,14 @@ def test_survives_pefts_own_card_writing(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     given_facts = facts() | {"peft": "LORA"}
     write_card(tmp_path, given_facts)
-    section = split_card((tmp_path / CARD).read_text())[2]
+    section = split_card((tmp_path / CARD).read_text()).section
     assert "on a LoRA adapter" in section
     model.save_pretrained(tmp_path)  # PEFT reloads the card and sets tags of its own
     write_card(tmp_path, given_facts)
     text = (tmp_path / CARD).read_text()
-    assert split_card(text)[2] == section and text.count("## Privacy") == 1
+    assert split_card(text).section == section and text.count("## Privacy") == 1
     assert {*TAGS, "lora"} <= {*ModelCard(text).data.tags}
-    assert "adapter_model.safetensors" in read_record(tmp_path)["weights"]
+    assert "adapter_model.safetensors" in read_statement(tmp_path)["weights"]
 
 
 def test_no_paths_of_this_machine(tmp_path: Path) -> None:
@@ -246,38 +239,40 @@ def test_no_paths_of_this_machine(tmp_path: Path) -> None:
     card = card.replace("- generated_from_trainer", f"- base_model:adapter:{tmp_path}")
     (tmp_path / CARD).write_text(card)
     write_card(tmp_path, given_facts)
-    assert str(tmp_path) not in (tmp_path / CARD).read_text() + (tmp_path / RECORD).read_text()
-    assert read_record(tmp_path)["scope"]["base_model"] == tmp_path.name
+    assert str(tmp_path) not in (tmp_path / CARD).read_text() + (tmp_path / STATEMENT).read_text()
+    assert read_statement(tmp_path)["scope"]["base_model"] == tmp_path.name
 
 
 def test_what_others_recorded_is_kept(tmp_path: Path) -> None:
     folder = saved_model(tmp_path)
-    changed = read_record(folder) | {"tuning": {"runs": 3, "law": "fixed"}, "audit": {"epsilon_lower_bound": 0.1}}
-    (folder / RECORD).write_text(json.dumps(changed))
+    changed = read_statement(folder) | {"tuning": {"runs": 3, "law": "fixed"}, "audit": {"epsilon_lower_bound": 0.1}}
+    (folder / STATEMENT).write_text(json.dumps(changed))
     write_card(folder, facts())
-    assert read_record(folder)["tuning"] == {"runs": 3, "law": "fixed"}
+    assert read_statement(folder)["tuning"] == {"runs": 3, "law": "fixed"}
     assert "epsilon_lower_bound 0.1" in (folder / CARD).read_text()
 
 
-def test_card_is_valid_markdown_with_links_that_resolve(tmp_path: Path) -> None:
-    folder = saved_model(tmp_path)
-    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(split_card((folder / CARD).read_text())[2])
+@pytest.mark.parametrize(("version", "tables"), [("0.1.0", 2), (__version__, 1)])
+def test_card_is_valid_markdown_with_links_that_resolve(version: str, tables: int, tmp_path: Path) -> None:
+    given_facts = facts()
+    folder = saved_model(tmp_path, given_facts | {"versions": given_facts["versions"] | {"hf_private": version}})
+    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(split_card((folder / CARD).read_text()).section)
     inline = [child for token in tokens for child in token.children or ()]
     targets = [
         child.attrs.get("href") or child.attrs.get("src") for child in inline if child.type in ("link_open", "image")
     ]
     assert targets and all((folder / target).is_file() for target in targets)
-    assert [token.type for token in tokens].count("table_open") == 2
+    assert [token.type for token in tokens].count("table_open") == tables
     ElementTree.fromstring((folder / CURVE_FILE).read_text())
 
 
 def test_warnings_are_in_the_record() -> None:
-    weak = build_record(facts([event(0.7, 40, 0.3)], target_delta=1e-3), {})
+    weak = build_statement(facts([event(0.7, 40, 0.3)], target_delta=1e-3), {})
     text = " ".join(weak["caveats"])
     assert "above 10" in text and "not below 1 / 5000" in text and "how many runs" in text
-    fast = build_record(facts(noise="fast"), {})
+    fast = build_statement(facts(noise="fast"), {})
     assert "not cryptographic" in " ".join(fast["caveats"])
-    unchecked = build_record(facts(run={"base_model_unchecked": True}), {})
+    unchecked = build_statement(facts(run={"base_model_unchecked": True}), {})
     assert "could not be looked up" in " ".join(unchecked["caveats"])
 
 
@@ -289,11 +284,11 @@ def test_a_phase_does_not_hide_what_an_earlier_one_had_to_admit(earlier: str) ->
         given["runs"].insert(0, {**given["runs"][0], **weak})
     else:
         given["ledger"]["continues"] = [{"head": "cd" * 32, "length": 3, **weak}]
-    record = build_record(given, {})
+    record = build_statement(given, {})
     assert record["randomness"]["noise"] == "fast" and record["randomness"]["cryptographic"] is False
     text = " ".join(record["caveats"])
     assert "not cryptographic" in text and "was stated, and not checked" in text
-    assert "not cryptographic" not in " ".join(build_record(facts(), {})["caveats"])
+    assert "not cryptographic" not in " ".join(build_statement(facts(), {})["caveats"])
 
 
 # ---- our reader of JSON Schema says what jsonschema says
@@ -319,7 +314,7 @@ def test_schema_reader_agrees_with_jsonschema(data: st.DataObject) -> None:
     assert (not list(violations(broken, schema()))) is valid, path
 
 
-BUILT = build_record(facts(), {"model.safetensors": "0" * 64})
+BUILT = build_statement(facts(), {"model.safetensors": "0" * 64})
 
 
 def test_schema_names_every_field() -> None:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_private.publishing.verify import read, verify
-from hf_private.spending.statement import RECORD, read_record
+from hf_private.spending.statement import STATEMENT, read_statement
 from tests.support.card_facts import saved_model
 
 QUICK = settings(
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Of a folder of its own: in `folder` another test may have left a damaged one."""
-    return read_record(saved_model(tmp_path_factory.mktemp("record")))
+    return read_statement(saved_model(tmp_path_factory.mktemp("record")))
 
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:
@@ -57,7 +57,7 @@ def test_any_value_anywhere_ends_in_a_verdict(folder: Path, record: dict, data: 
             del parent(damaged, path)[path[-1]]
         if not places(damaged):
             break
-    (folder / RECORD).write_text(json.dumps(damaged))
+    (folder / STATEMENT).write_text(json.dumps(damaged))
     verdict = verify(str(folder))
     assert verdict.code in (0, 1, 2)
     if damaged != record:
@@ -69,7 +69,7 @@ def test_any_value_anywhere_ends_in_a_verdict(folder: Path, record: dict, data: 
 def test_damaged_bytes_end_in_a_verdict(folder: Path, record: dict, noise: bytes, place: float, cut: int) -> None:
     whole = json.dumps(record, indent=2).encode()
     start = int(place * len(whole))
-    (folder / RECORD).write_bytes(whole[:start] + noise + whole[start + cut :])
+    (folder / STATEMENT).write_bytes(whole[:start] + noise + whole[start + cut :])
     verdict = verify(str(folder))
     assert verdict.code in (0, 1, 2)
     found, problem = read(str(folder))
@@ -94,7 +94,7 @@ def test_damaged_bytes_end_in_a_verdict(folder: Path, record: dict, noise: bytes
     ids=["empty", "null", "list", "number", "string", "object", "braces", "brackets", "nan", "bom", "overflow"],
 )
 def test_other_documents_are_refused(folder: Path, text: str) -> None:
-    (folder / RECORD).write_text(text)
+    (folder / STATEMENT).write_text(text)
     assert verify(str(folder)).code in (1, 2)
 
 
@@ -113,5 +113,5 @@ def test_facts_that_the_schema_leaves_open(folder: Path, record: dict, path: tup
     """Found by fuzzing: these once ended in a traceback."""
     damaged = copy.deepcopy(record)
     parent(damaged, path)[path[-1]] = value
-    (folder / RECORD).write_text(json.dumps(damaged))
+    (folder / STATEMENT).write_text(json.dumps(damaged))
     assert verify(str(folder)).code == 1

@@ -1,12 +1,16 @@
 """The release guard: what must stay on the machine stays, by name and by content, and the rest goes out untouched."""
 
 import pickle
+import re
 from pathlib import Path
 
 import pytest
 
-from hf_private.publishing.release import ReleaseError, check, publish, reason_to_stay, scan, stage
-from tests.support.card_facts import saved_model
+from hf_private.publishing.card import write_card
+from hf_private.publishing.release import ReleaseError, check, is_published, publish, reason_to_stay, scan, stage
+from hf_private.publishing.verify import verify
+from tests.support import zoo
+from tests.support.card_facts import facts, saved_model
 
 FORBIDDEN = [
     "training_args.bin",
@@ -33,18 +37,56 @@ FORBIDDEN = [
     ".env",
     ".cache/huggingface/x",
 ]
-UNKNOWN = ["train.json", "train.tsv", "notes.txt", "features.npy", "data.h5", "train.csv.gz", "all.zip", "scan.png"]
+UNKNOWN = [
+    "train.json",
+    "train.tsv",
+    "notes.txt",
+    "features.npy",
+    "data.h5",
+    "train.csv.gz",
+    "all.zip",
+    "scan.png",
+    "tokenized_train.json",
+    "patients_vocab.json",
+    "train_config.json",
+    "vocab_patients.txt",
+    "my.index.json",
+    "records.safetensors",
+    "model-train.safetensors",
+    "patients.model",
+    "notes.md",
+    "LICENSE_patients.txt",
+    "prompts.jinja",
+    "records.py",
+    "data/vocab.json",
+    "data/config.json",
+    "data/model.safetensors",
+    "a/b/adapter_model.safetensors",
+    "my_tokenizer/train.json",
+]
 PUBLIC = [
     "model-00001-of-00002.safetensors",
     "model.safetensors.index.json",
+    "generation_config.json",
     "adapter_model.safetensors",
+    "adapter_config.json",
+    "second/adapter_model.safetensors",
+    "second/adapter_config.json",
     "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
     "vocab.txt",
     "merges.txt",
     "spiece.model",
+    "qformer_tokenizer/tokenizer.json",
+    "preprocessor_config.json",
+    "processor_config.json",
     "carrier_config.json",
     "privacy_curve.svg",
     ".gitattributes",
+    "LICENSE",
     "eval_results.json",
     "modeling_custom.py",
 ]
@@ -63,7 +105,7 @@ def test_every_file_is_decided_by_name(tmp_path: Path) -> None:
         put(folder, name)
     release = scan(folder)
     assert set(release.left_out) == {*FORBIDDEN, *UNKNOWN}
-    assert all("no file that a model needs" in release.left_out[name] for name in UNKNOWN)
+    assert all("not a file that a model needs" in release.left_out[name] for name in UNKNOWN)
     assert set(release.files) == before | set(PUBLIC)
     assert {"README.md", "privacy.json", "model.safetensors", "config.json"} <= set(release.files)
     assert release.refused == {}
@@ -111,8 +153,50 @@ def test_refusals_name_the_file_and_a_remedy(tmp_path: Path, name: str, content:
 def test_links_out_of_the_folder_are_left_out(tmp_path: Path) -> None:
     folder = saved_model(tmp_path / "model")
     (tmp_path / "secret.txt").write_text("secret")
-    (folder / "notes.md").symlink_to(tmp_path / "secret.txt")
-    assert scan(folder).left_out == {"notes.md": "a link out of the folder"}
+    (folder / "vocab.txt").symlink_to(tmp_path / "secret.txt")
+    assert scan(folder).left_out == {"vocab.txt": "a link out of the folder"}
+
+
+def test_what_from_pretrained_needs_is_published(tmp_path: Path) -> None:
+    """A model, a named adapter, a tokenizer and an image processor load from the published files alone."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoImageProcessor, AutoModel, AutoTokenizer, BertTokenizer, ViTImageProcessor
+
+    vocabulary = tmp_path / "words.txt"
+    vocabulary.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nb\n")
+    model = zoo.small("bert").bert
+    model.save_pretrained(tmp_path / "base")
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["query"]), adapter_name="named")
+    folder = tmp_path / "out"
+    adapted.save_pretrained(folder)
+    AutoModel.from_pretrained(tmp_path / "base").save_pretrained(folder)
+    BertTokenizer(str(vocabulary)).save_pretrained(folder)
+    ViTImageProcessor().save_pretrained(folder)
+    write_card(folder, facts() | {"peft": "LORA"})
+    put(folder, "tokenized_train.json")
+    published = stage(folder, tmp_path / "published")
+    assert not (published / "tokenized_train.json").exists()
+    base = AutoModel.from_pretrained(published)
+    assert AutoTokenizer.from_pretrained(published)("a b")["input_ids"]
+    assert AutoImageProcessor.from_pretrained(published).size
+    assert PeftModel.from_pretrained(base, published / "named")
+    assert "named/adapter_model.safetensors" in verify(folder).statement["weights"]
+    assert verify(folder).code == 0
+
+
+def test_every_vocabulary_of_transformers_has_a_published_name() -> None:
+    """Names in transformers' source, so that a new tokenizer's file does not stay behind unseen."""
+    import transformers
+
+    source = Path(transformers.__file__).parent
+    tables = re.findall(
+        r"VOCAB_FILES_NAMES = \{(.*?)\}",
+        "".join(path.read_text() for path in sorted(source.glob("models/*/tokenization_*.py"))),
+        re.DOTALL,
+    )
+    names = {name for table in tables for name in re.findall(r': "([^"]+\.\w+)"', table)}
+    assert len(names) > 15
+    assert [name for name in sorted(names) if not is_published(name)] == []
 
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hf_private.publishing.card import CARD, write_files
 from hf_private.publishing.curve import CURVE_FILE
 from hf_private.publishing.verify import verify
 from hf_private.spending.ledger import PrivacyLedger
-from hf_private.spending.statement import RECORD, build_record, read_record, rebuild
+from hf_private.spending.statement import STATEMENT, build_statement, read_statement, rebuild
 from tests.support.card_facts import event, facts, saved_model
 
 EPSILON = "0.309"
@@ -35,14 +35,14 @@ def wrong(folder: Path) -> list[str]:
 
 
 def edit_record(folder: Path, change: Callable[[dict], Any]) -> None:
-    record = read_record(folder)
+    record = read_statement(folder)
     change(record)
-    (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+    (folder / STATEMENT).write_text(json.dumps(record, indent=2) + "\n")
 
 
 def fix_hash(folder: Path) -> None:
     """Make the card's hash fit privacy.json again."""
-    digest = hashlib.sha256((folder / RECORD).read_bytes()).hexdigest()
+    digest = hashlib.sha256((folder / STATEMENT).read_bytes()).hexdigest()
     edit_card(folder, r"record_sha256: \w+", f"record_sha256: {digest}")
 
 
@@ -86,7 +86,7 @@ def test_true_claims_of_other_runs_hold(given: dict, tmp_path: Path) -> None:
     assert wrong(saved_model(tmp_path, given)) == []
 
 
-def test_a_record_of_another_version_may_use_other_words_but_not_other_numbers(folder: Path) -> None:
+def test_words_of_an_unknown_version_cannot_be_told_and_its_numbers_are_checked(folder: Path) -> None:
     def older(record: dict) -> None:
         record["versions"]["hf_private"] = "0.0.9"
         record["scope"]["not_covered"] = ["the weather"]
@@ -95,6 +95,7 @@ def test_a_record_of_another_version_may_use_other_words_but_not_other_numbers(f
     edit_record(folder, older)
     fix_hash(folder)
     assert wrong(folder) == []
+    assert verify(str(folder)).code == 2
     edit_record(folder, put("mechanism.steps", 2))
     fix_hash(folder)
     assert any("mechanism.steps" in line for line in wrong(folder))
@@ -115,7 +116,7 @@ RECORD_EDITS = [  # (what is changed in privacy.json, words of the answer)
     ("mechanism.steps", 2, "mechanism.steps"),
     ("mechanism.phases[0].noise_multiplier", 9.0, "mechanism.phases[0].noise_multiplier"),
     ("mechanism.clip_norm", 0.1, "mechanism.clip_norm"),
-    ("runs[0].noise_multiplier", 9.0, "is of no recorded run"),
+    ("runs[0].noise_multiplier", 9.0, "`mechanism.phases[0]`"),
     ("runs[0].num_records", 900000, "runs[0].sample_rate"),
     ("runs[0].reproducible", True, "private"),
     ("runs", [], "`runs` is empty"),
@@ -125,7 +126,7 @@ RECORD_EDITS = [  # (what is changed in privacy.json, words of the answer)
     ("private", False, "NOT PRIVATE"),
     ("settings.records_per_unit", 2, "privacy_unit.records_per_unit"),
     ("privacy_unit.unit", "person", "privacy_unit.unit"),
-    ("tuning.runs", 3, "facts make no sense"),
+    ("tuning.runs", 3, "`law`"),
     ("caveats", [], "caveats"),
     ("scope.not_covered", [], "scope.not_covered"),
     ("randomness.keys", "from a vault", "randomness.keys"),
@@ -148,7 +149,7 @@ def test_an_edit_of_the_record_is_named(folder: Path, path: str, value: Any, wor
     found = wrong(folder)
     assert verdict.code == 1
     assert any(words in message for message in found), found
-    if not fixed_up and verdict.record:
+    if not fixed_up and verdict.statement:
         assert any("record_sha256" in message for message in found), found
 
 
@@ -177,7 +178,7 @@ CARD_EDITS = [  # (pattern, replacement, words of the answer)
     (r"\n# Fine-tuned", "\nprivate (ε ≤ 0.1)\n\n# Fine-tuned", "claims epsilon 0.1"),
     (r"\n# Fine-tuned", "\nIt is (0.1, 1e-5)-DP.\n\n# Fine-tuned", "claims epsilon 0.1"),
     (r"\n# Fine-tuned", "\nWith eps below 0.1.\n\n# Fine-tuned", "claims epsilon 0.1"),
-    (r"^---\n", "---\nepsilon: 0.1\n", "metadata `epsilon`"),
+    (r"^---\n", "---\nepsilon: 0.1\n", "metadata: claims epsilon 0.1"),
     (
         r"(?s)(<!-- hf-private: begin section -->.*end section -->\n)",
         r"\1\n<!-- hf-private: begin section -->\n**epsilon = 0.1**\n<!-- hf-private: end section -->\n",
@@ -218,7 +219,7 @@ def test_a_not_private_card_whose_warning_is_removed(tmp_path: Path) -> None:
     edit_card(folder, r"(?s)<!-- hf-private: begin caution.*end caution -->\n\n", "")
     edit_card(folder, "- hf_private\n", "- hf_private\n- differential-privacy\n")
     assert any("no warning" in message for message in wrong(folder))
-    assert any("is tagged `differential-privacy`" in message for message in wrong(folder))
+    assert any("has the tag `differential-privacy`" in message for message in wrong(folder))
 
 
 @pytest.mark.parametrize("swap", ["swapped", "merged", "removed", "added", "unnamed"])
@@ -231,7 +232,7 @@ def test_about_other_weights_nothing_can_be_told(folder: Path, swap: str) -> Non
     elif swap == "added":
         save_file({"weight": torch.zeros(1)}, folder / "adapter_model.safetensors")
     else:
-        write_files(folder, build_record(facts(), {}))
+        write_files(folder, build_statement(facts(), {}))
     verdict = verify(str(folder))
     assert verdict.code == 2
     assert wrong(folder) == []
@@ -270,7 +271,7 @@ def test_the_chain_agrees(with_ledger: Path) -> None:
 
 def test_a_forged_record_is_caught_by_the_ledger(with_ledger: Path) -> None:
     """Facts and claims changed together, consistently: only the ledger can tell."""
-    record = read_record(with_ledger)
+    record = read_statement(with_ledger)
     record["ledger"]["events"][0]["releases"] = [8.0]
     record["runs"][0]["noise_multiplier"] = 8.0
     write_files(with_ledger, rebuild(record))
@@ -301,7 +302,7 @@ def test_an_old_card_of_a_ledger_that_went_on_is_warned_about(with_ledger: Path)
         ledger.charge(Event(0.1, (4.0,)))
     verdict = verify(str(with_ledger))
     assert verdict.code == 0
-    assert any("has grown by" in finding.message for finding in verdict.findings)
+    assert any("more lines" in finding.message for finding in verdict.findings)
 
 
 # ---- the commands
@@ -311,17 +312,17 @@ def test_exit_codes_and_json(folder: Path, tmp_path: Path, capsys: pytest.Captur
     assert main(["verify", str(folder), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["status"], report["epsilon"]) == ("holds", float(EPSILON))
-    assert "not that the record is what ran" in report["scope"]
+    assert "not that the statement describes what ran" in report["scope"]
     assert main(["verify", str(folder)]) == 0
-    assert "not that the record is what ran" in capsys.readouterr().out.replace("\n", " ")
+    assert "not that the statement describes what ran" in capsys.readouterr().out.replace("\n", " ")
     edit_record(folder, put("guarantee.epsilon", 0.1))
     assert main(["verify", str(folder)]) == 1
     assert "does not hold" in capsys.readouterr().out
     assert main(["verify", str(tmp_path)]) == 2, "no record: cannot tell"
     assert main(["verify", "nobody/nothing"]) == 2, "offline: cannot tell"
-    (tmp_path / RECORD).write_text("{")
+    (tmp_path / STATEMENT).write_text("{")
     assert main(["verify", str(tmp_path)]) == 1
-    (tmp_path / RECORD).write_text('{"schema_version": 2}')
+    (tmp_path / STATEMENT).write_text('{"schema_version": 2}')
     assert main(["verify", str(tmp_path), "--json"]) == 2
 
 
@@ -351,11 +352,11 @@ def test_card_writes_the_card_again(folder: Path, capsys: pytest.CaptureFixture)
 
 
 def test_card_takes_the_claim_from_the_facts(folder: Path) -> None:
-    before = (folder / RECORD).read_text()
+    before = (folder / STATEMENT).read_text()
     edit_record(folder, put("guarantee.epsilon", 0.1))
     edit_record(folder, put("scope.not_covered", ["in other words"]))
     assert main(["card", str(folder)]) == 0
-    assert (folder / RECORD).read_text() == before
+    assert (folder / STATEMENT).read_text() == before
 
 
 def test_card_charges_for_tuning(folder: Path, capsys: pytest.CaptureFixture) -> None:
@@ -380,7 +381,7 @@ def test_compose_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         paths.append(str(saved_model(tmp_path / str(index), given)))
     assert main(["compose", *paths, "--json"]) == 0
     joint = json.loads(capsys.readouterr().out)
-    together = build_record(facts([event(steps=20)]), {})["guarantee"]
+    together = build_statement(facts([event(steps=20)]), {})["guarantee"]
     assert joint["epsilon"] == together["epsilon"] > float(EPSILON)
     assert main(["compose", *paths, "--delta", "1e-3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["epsilon"] < joint["epsilon"]

@@ -9,7 +9,7 @@ from hf_private.mechanism.clipping import Clipping
 from hf_private.mechanism.noise import NoiseSource
 from hf_private.mechanism.step import Mechanism
 from hf_private.publishing.verify import verify
-from hf_private.spending.statement import read_record
+from hf_private.spending.statement import read_statement
 from recipes.powersgd import PowerSGD, main
 
 
@@ -52,7 +52,7 @@ def test_the_recipe_runs_with_its_own_method_and_its_card_names_it(tmp_path, cap
     assert projected.count("bert.pooler.dense.weight") == 2
 
     described = PowerSGD(r=4).describe()
-    assert read_record(tmp_path)["mechanism"]["method"] == described
+    assert read_statement(tmp_path)["mechanism"]["method"] == described
     card = (tmp_path / "README.md").read_text()
     assert described in card and "(BK)" not in card
     assert verify(str(tmp_path)).code == 0
