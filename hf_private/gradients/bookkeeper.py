@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from .layers import REMEDY, Tap, UncoveredError, refusal, sites
+from .layers import REMEDY, SHARDED_REMEDY, Attribution, Tap, UncoveredError, refusal, sites
 from .method import Full, Method
 from .persample import Dense, PerSample, sq_norms, weighted_sum
 
@@ -38,6 +38,7 @@ class BookKeeper:
         self._batch_size: int | None = None
         self._records: dict[str, PerSample] = {}
         self.expanded: set[str] = set()
+        self.attribution = Attribution(model)
         self._undo: list[tuple[nn.Module, str, Any]] = []
 
     # -- attaching and restoring ------------------------------------------------------------------------------
@@ -106,6 +107,7 @@ class BookKeeper:
         if self._batch_size not in (None, len(first)):
             raise ValueError(f"The model was called with {len(first)} records after {self._batch_size} in one book.")
         self._batch_size = self.leading = len(first)
+        self.attribution.begin(args, kwargs)
 
     @property
     def batch_size(self) -> int:
@@ -135,6 +137,9 @@ class BookKeeper:
             )
         if not losses.requires_grad:
             raise UncoveredError("`losses` does not depend on any trainable parameter.")
+        if self.attribution.measure(losses, self.sharded):
+            for p in self._parameters.values():
+                p.grad = None
         losses.sum().backward()
         reached = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         for p in self._parameters.values():
@@ -143,7 +148,7 @@ class BookKeeper:
         if reached and self.sharded:  # FSDP2 has added up what autograd found on all ranks
             raise UncoveredError(
                 f"{names}: used in a way that no rule covers, so the gradients of all ranks' records cannot be told"
-                " apart. Remedy: freeze it (`parameter.requires_grad_(False)`), or use DDP and micro-batches of one."
+                f" apart. Remedy: {SHARDED_REMEDY}."
             )
         if reached and self.batch_size > 1:
             raise UncoveredError(

@@ -15,16 +15,15 @@ def record(batch: dict, n: int) -> dict:
 def per_sample_gradients(model, loss, batch: dict) -> list[dict[str, torch.Tensor]]:
     """For each record, its gradient by parameter name (zeros where the record does not reach a parameter)."""
     parameters = trainable(model)
+    before = {name: p.grad for name, p in parameters.items()}
     result = []
     for n in range(len(next(iter(batch.values())))):
-        value = loss(model, record(batch, n)).sum()
-        grads = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
-        result.append(
-            {
-                name: torch.zeros_like(p) if g is None else g
-                for (name, p), g in zip(parameters.items(), grads, strict=True)
-            }
-        )
+        for p in parameters.values():
+            p.grad = None
+        loss(model, record(batch, n)).sum().backward()  # not autograd.grad, which reversible layers escape
+        result.append({name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()})
+    for name, p in parameters.items():
+        p.grad = before[name]
     return result
 
 

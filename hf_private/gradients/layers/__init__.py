@@ -22,12 +22,13 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
+from .attribution import Attribution, UncoveredError
 from .conv import conv
 from .copies import has_relative_bias, relative_bias, run_each, run_with_copies
 from .embedding import embedding
-from .linear import addmm, linear
+from .linear import addmm, conv1d, linear
 from .norms import group_norm, layer_norm, rms_norm
-from .tap import REMEDY, Tap, UncoveredError
+from .tap import REMEDY, SHARDED_REMEDY, ComputedWeightError, Tap
 
 RULES: dict[Callable, Callable] = {
     F.linear: linear,
@@ -49,9 +50,10 @@ CONTAINERS = (nn.ParameterDict, nn.ParameterList)
 DIRECT: dict[type[nn.Module], Callable] = {
     nn.Linear: lambda tap, m, input: linear(tap, input, m.weight, m.bias),
     nn.LayerNorm: lambda tap, m, input: layer_norm(tap, input, m.normalized_shape, m.weight, m.bias, m.eps),
+    Conv1D: conv1d,
 }
 
-__all__ = ["REMEDY", "RULES", "Site", "Tap", "UncoveredError", "refusal", "sites"]
+__all__ = ["REMEDY", "RULES", "SHARDED_REMEDY", "Attribution", "Site", "Tap", "UncoveredError", "refusal", "sites"]
 
 
 class _Redirect(TorchFunctionMode):
@@ -65,7 +67,11 @@ class _Redirect(TorchFunctionMode):
         kwargs = kwargs or {}
         rule = RULES.get(func)
         if rule is not None and any(self.tap.name(x) for x in (*args, *kwargs.values()) if isinstance(x, Tensor)):
-            return rule(self.tap, *args, **kwargs)
+            try:
+                return rule(self.tap, *args, **kwargs)
+            except ComputedWeightError:
+                if not self.tap.lone:  # else autograd's gradient is that of the one record
+                    raise
         return func(*args, **kwargs)
 
 
@@ -85,7 +91,8 @@ class Site:
     def wrap(self, tap: Tap) -> Callable:
         """The replacement of `module.<attribute>`."""
         original, direct = getattr(self.module, self.attribute), DIRECT.get(type(self.module))
-        if direct and self.kind == "function" and self.attribute not in self.module.__dict__:
+        computed = any(name in self.module.__dict__ for name in ("weight", "bias"))  # torch's older weight_norm
+        if direct and self.kind == "function" and self.attribute not in self.module.__dict__ and not computed:
             return partial(direct, tap, self.module)
         run = {"copies": run_with_copies, "each record": run_each, "relative bias": relative_bias}.get(self.kind)
 

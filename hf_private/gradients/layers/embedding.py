@@ -21,8 +21,10 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx, ds: Tensor) -> tuple:
         (index,) = ctx.saved_tensors
-        index = ctx.tap.rows(index.unsqueeze(-1)).squeeze(-1)
-        ds = ds.reshape(*index.shape, ds.shape[-1])
+        axis = ctx.tap.axis((ctx.parameter,), ds, index.dim())
+        if axis is None:
+            return None, None, None, None, None, None
+        index, ds = ctx.tap.rows(index.unsqueeze(-1), axis).squeeze(-1), ctx.tap.rows(ds, axis)
         if ctx.padding_idx is not None:
             ds = ds.masked_fill((index == ctx.padding_idx % ctx.shape[0]).unsqueeze(-1), 0)
         ctx.tap.observe(ctx.parameter, Rows(index, ds, ctx.shape))
@@ -49,4 +51,6 @@ def embedding(
         # Position ids of shape (1, T): autograd would sum over the batch before the rule sees the gradient.
         input = input.expand(tap.leading, *input.shape[1:])
         tap.book.expanded.add(tap.path)
-    return _Embedding.apply(tap.graph_root, input, tap.detached(weight), padding_idx, tap, tap.name(weight))
+    name = tap.name(weight)
+    tap.announce((name,), input.shape)
+    return _Embedding.apply(tap.graph_root, input, tap.detached(weight), padding_idx, tap, name)

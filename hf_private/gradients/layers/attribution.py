@@ -1,0 +1,206 @@
+"""Which record each entry of a layer's output gradient belongs to: measured, not guessed from lengths.
+
+A rule may write `ds` (the gradient of a layer's output) into the book only if it knows which axis holds the records.
+Lengths do not tell: with 4 records and 8 tokens, an axis of 8 may hold tokens, or 2 entries of each record. So the
+engine measures. Before the backward pass of the summed losses it runs one of the losses times weights w_n,
+
+    ds    =     sum_m dL_m / ds          ds^w = sum_m w_m dL_m / ds,
+
+and entry p belongs to record n exactly if ds^w_p = w_n ds_p: a sum over several records fails this for weights that
+have nothing to do with them. The weights are powers of two with signs, so that both sides round alike, in any
+precision. What passes is exact for this batch, whatever the layout; what passes for no axis is an error.
+
+The first pass computes input gradients only. It runs when a layer is called in a way that was not measured before: in
+the first batch of a model, and when the number of entries per record in a flattened axis is new. It needs no forward
+pass, so it leaves random state, buffers and caches alone. Two alternatives were considered. A forward pass at other
+batch sizes needs to know which axes of which inputs hold records, and shows how lengths scale, but not what a module
+does with a copy of its parameter. Propagation of axes through aten operations needs a table of all of them.
+
+A batch of one record needs no measurement: everything belongs to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.linalg import vector_norm
+
+from hf_private.gradients.persample import widen
+
+if TYPE_CHECKING:
+    from .tap import Tap
+
+Names = tuple[str | None, ...]  # of the parameters in one call
+SMALLEST = 1e-30  # output gradients below this are no evidence
+
+
+class UncoveredError(RuntimeError):
+    """A trainable parameter is used in a way whose per-sample gradient is not covered exactly."""
+
+
+@dataclass
+class Layout:
+    """Where a layer has its records: on `axis` (None: in several places, so that every batch must be measured), with one
+    of these numbers of entries per record; `calls` counts how often."""
+
+    axis: int | None
+    calls: dict[int, int] = field(default_factory=dict)
+
+    def covers(self, leading: torch.Size, records: int) -> bool:
+        """Whether this was measured. The order inside a flattened axis may depend on data (routing to experts), so it
+        is measured again at the calls 1, 2, 4, 8, ..."""
+        if self.axis is None:
+            return False
+        entries, rest = divmod(leading[self.axis], records)
+        if rest or entries not in self.calls:
+            return False
+        if entries > 1:
+            self.calls[entries] = calls = self.calls[entries] + 1
+            return calls & (calls - 1) != 0
+        return True
+
+
+@dataclass
+class Measured:
+    """What is known of one model: layouts by module, then by inputs of the model, names of parameters and rank."""
+
+    layouts: WeakKeyDictionary[nn.Module, dict[tuple, Layout]] = field(default_factory=WeakKeyDictionary)
+    settled: bool = False  # under FSDP2: all ranks have measured all that they use
+
+
+MODELS: WeakKeyDictionary[nn.Module, Measured] = WeakKeyDictionary()
+
+
+class Attribution:
+    """Finds the record axis of every use of a trainable parameter, for one book.
+
+    Rules `announce` a use in the forward pass and ask for its `axis` in the backward pass. The book calls `begin` when
+    the model is called, and `measure` before the backward pass of the summed losses.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._measured = MODELS.setdefault(model, Measured())
+        self._inputs: frozenset[tuple] = frozenset()
+        self._new = False  # a use was announced that was not measured before
+        self._flattened = False
+        self._recording = False
+        self._weights: Tensor | None = None
+        self._weighted: dict[tuple[Tap, Names], list[Tensor]] = {}
+
+    def begin(self, args: tuple, kwargs: dict) -> None:
+        """Note the inputs of the model: other names or ranks may mean other layouts."""
+        named = (*enumerate(args), *kwargs.items())
+        self._inputs = frozenset((key, x.dim()) for key, x in named if isinstance(x, Tensor))
+
+    def announce(self, tap: Tap, names: Names, leading: torch.Size) -> bool:
+        """Note a use of parameters whose output has the axes `leading`, features aside.
+
+        Returns whether it must be measured.
+        """
+        records = tap.batch_size
+        if records == 1:
+            return False
+        layout = self._measured.layouts.setdefault(tap.module, {}).get((self._inputs, names, len(leading)))
+        if layout is None or not layout.covers(leading, records):
+            self._new = True
+            return True
+        self._flattened |= leading[layout.axis] != records
+        return False
+
+    def measure(self, losses: Tensor, sharded: bool) -> bool:
+        """Run the backward pass of weighted losses if one of the announced uses is new. Returns whether it ran."""
+        self._weighted, self._weights = {}, None
+        needed = self._agree(losses) if sharded else self._new
+        self._new = self._flattened = False
+        if not needed or losses.is_meta:
+            return False
+        self._weights = weights(len(losses), losses)
+        self._recording = True
+        try:
+            losses.backward(self._weights, retain_graph=True)
+        finally:
+            self._recording = False
+        return True
+
+    def _agree(self, losses: Tensor) -> bool:
+        """Whether some rank must measure: under FSDP2 all ranks run the same passes.
+
+        Once all have measured all that they use, with as many entries per record as in every batch, they stop asking.
+        """
+        if self._measured.settled:
+            if self._new:
+                raise UncoveredError(
+                    "A layer got an input with other axes than in earlier batches, and a sharded model cannot measure"
+                    " them now. Remedy: use DDP, or call the model with inputs of the same names and ranks."
+                )
+            return False
+        unsettled = self._new or self._flattened or len(losses) == 1
+        flags = torch.tensor([self._new, unsettled], dtype=torch.int32, device=losses.device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        needed, unsettled = flags.tolist()
+        self._measured.settled = not unsettled
+        return bool(needed)
+
+    def axis(self, tap: Tap, names: Names, ds: Tensor, rank: int, remember: bool = True) -> int | None:
+        """The axis among the first `rank` of `ds` that holds the records, None in the pass of weighted losses."""
+        if self._recording:
+            self._weighted.setdefault((tap, names), []).append(ds)
+            return None
+        if tap.batch_size == 1:
+            return 0
+        layouts = self._measured.layouts.setdefault(tap.module, {})
+        key = (self._inputs, names, rank)
+        layout = layouts.get(key)
+        if self._weights is None:
+            return 0 if layout is None else layout.axis
+        queue = self._weighted.get((tap, names))
+        found = self._find(tap, ds, queue.pop(0), rank, layout) if queue else None
+        if found is None:
+            raise UncoveredError(
+                f"{' and '.join(f'`{name}`' for name in names if name)} ({type(tap.module).__name__}): the gradient of its output, of shape"
+                f" {tuple(ds.shape)}, cannot be divided among the {tap.batch_size} records of the batch. Either they"
+                " share what the parameter is applied to (a table of positions, one value for all), or they are not"
+                f" independent (a loss or a statistic over the batch). Remedy: {tap.remedy}."
+            )
+        axis, evidence = found
+        if evidence and remember:
+            if layout is None:
+                layout = layouts[key] = Layout(axis)
+            elif layout.axis != axis:
+                layout.axis = None
+            layout.calls.setdefault(ds.shape[axis] // tap.batch_size, 1)
+        return axis
+
+    def _find(
+        self, tap: Tap, ds: Tensor, weighted: Tensor, rank: int, layout: Layout | None
+    ) -> tuple[int, bool] | None:
+        """The first axis along which `weighted` is `ds` times the records' weights, and whether two records or more
+        say so; None if there is no such axis."""
+        if ds.shape != weighted.shape:
+            return None
+        records = tap.batch_size
+        w = self._weights.to(widen(ds)).unsqueeze(1)
+        limit = torch.finfo(ds.dtype).eps ** 0.5
+        axes = sorted(range(rank), key=lambda axis: layout is not None and axis != layout.axis)
+        for axis in axes:
+            if ds.shape[axis] % records:
+                continue
+            plain, scaled = (widen(x).movedim(axis, 0).reshape(records, -1) for x in (ds, weighted))
+            length, error = vector_norm(plain, dim=1), vector_norm(scaled - w * plain, dim=1)
+            finite = torch.isfinite(length)  # a record that is not finite is removed later, and shows nothing
+            if bool(((error <= limit * length * w.abs().squeeze(1) + SMALLEST) | ~finite).all()):
+                return axis, int(((length > SMALLEST) & finite).sum()) > 1
+        return None
+
+
+def weights(records: int, like: Tensor) -> Tensor:
+    """Weights (N,) of +-2^-k in a random order: distinct for 16 records, and without order for more."""
+    generator = torch.Generator().manual_seed(records)
+    values = torch.tensor([sign * 2.0**-k for k in range(8) for sign in (1, -1)])
+    rounds = [torch.randperm(16, generator=generator) for _ in range(records // 16 + 1)]
+    return values[torch.cat(rounds)[:records]].to(like)
