@@ -208,7 +208,7 @@ class Outer(PerSample):
         bound = vecdot(left.lengths, right.lengths).square_()
         exact = left.dot(right)
         limits, (_, positions, rows), columns = torch.finfo(exact.dtype), self.left.shape, self.right.shape[2]
-        lost = limits.tiny * SAFE[1] ** 2 * positions**2 * (rows + columns)  # squares that underflow beside larger ones
+        lost = limits.tiny * SAFE[1] ** 2 * positions**2 * (rows + columns)  # by squares that underflow
         total = exact.clamp_(min=0).add_(bound, alpha=ROUNDING_UNITS * limits.eps).add_(lost)
         exponents = [gram.exponent for gram in (left, right) if gram.exponent is not None]
         if not exponents:

@@ -321,8 +321,8 @@ class DPTrainer(ContinuingTrainer):
         loss = PerSampleLoss(model, self.per_sample_loss, self.args.label_smoothing_factor)
         check_optimizer(self.optimizer, model)
         meet = self.args.per_device_train_batch_size > 1
-        dtype = torch.bfloat16 if self.args.mixed_precision == "bf16" else None  # maybe by the launcher
-        report = run_collectively(self.ranks, model, self_check, model, loss, self.public_batch, meet, dtype)
+        args = (model, loss, self.public_batch, meet, config.clip_norm)
+        report = run_collectively(self.ranks, model, self_check, *args)
         logger.info(report)
         noise = NoiseSource(config.noise, self._keys.noise)
         noise_multiplier = self.ranks.run_on_first(self._plan, method, sample_rate, steps)

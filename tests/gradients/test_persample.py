@@ -188,7 +188,8 @@ def test_the_form_is_chosen_by_size(positions):
 def test_norms_of_a_model_with_huge_or_tiny_norm_weights_are_autograds(scale):
     """The layer after such a norm undoes its scale, so that the model and its gradients are of ordinary size."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 64), nn.LayerNorm(64), nn.Linear(64, 64, bias=False), nn.Tanh(), nn.Linear(64, 3))
+    layers = [nn.Linear(8, 64), nn.LayerNorm(64), nn.Linear(64, 64, bias=False), nn.Tanh(), nn.Linear(64, 3)]
+    model = nn.Sequential(*layers)
     with torch.no_grad():
         model[1].weight.mul_(scale)
         model[2].weight.div_(scale)

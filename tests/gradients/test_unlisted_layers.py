@@ -43,7 +43,7 @@ EXACT = {
 }
 REFUSED = {
     "MixtralForCausalLM": (LLAMA | dict(num_local_experts=3), "experts"),
-    "XLNetForSequenceClassification": (dict(vocab_size=37, d_model=16, n_layer=2, n_head=2, d_inner=24), "first axis"),
+    "XLNetForSequenceClassification": (dict(vocab_size=37, d_model=16, n_layer=2, n_head=2, d_inner=24), "rel_attn.q"),
     "FNetForSequenceClassification": (BERT, "without padding"),
     "MambaForCausalLM": (dict(vocab_size=37, hidden_size=16, num_hidden_layers=2, state_size=4), "A_log"),
     "DebertaForSequenceClassification": (BERT | dict(relative_attention=True, pos_att_type=["c2p", "p2c"]), "q_bias"),
@@ -66,11 +66,7 @@ def build(name: str, options: dict):
 
 
 def check(model):
-    return self_check(
-        model,
-        PerSampleLoss(model),
-        partial(synthetic_batch, model),
-    )
+    return self_check(model, PerSampleLoss(model), partial(synthetic_batch, model))
 
 
 @pytest.mark.parametrize("name", EXACT)

@@ -47,14 +47,16 @@ def reformer() -> nn.Module:
     config = hf.ReformerConfig(
         vocab_size=37, hidden_size=16, num_attention_heads=2, attention_head_size=8, feed_forward_size=24,
         attn_layers=["local", "local"], axial_pos_embds=False, max_position_embeddings=64, is_decoder=False,
-        local_attn_chunk_length=4, hidden_dropout_prob=0.0, local_attention_probs_dropout_prob=0.0, num_labels=3, pad_token_id=0,
+        local_attn_chunk_length=4, hidden_dropout_prob=0.0, local_attention_probs_dropout_prob=0.0,
+        num_labels=3, pad_token_id=0,
     )  # fmt: skip
     return hf.ReformerForSequenceClassification(config)
 
 
 def wav2vec2_bert() -> nn.Module:
     config = hf.Wav2Vec2BertConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, feature_projection_input_dim=5,
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+        feature_projection_input_dim=5,
         position_embeddings_type="relative_key", left_max_position_embeddings=4, right_max_position_embeddings=2,
         conv_depthwise_kernel_size=3, num_labels=3, classifier_proj_size=8, apply_spec_augment=False,
     )  # fmt: skip

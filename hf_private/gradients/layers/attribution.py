@@ -45,11 +45,10 @@ class UncoveredError(RuntimeError):
 
 @dataclass
 class Layout:
-    """Where a layer has its records: on `axis` (None: in several places, so that every batch must be measured), with one
-    of these numbers of entries per record; `calls` counts how often."""
+    """Where a layer has its records, and for which numbers of entries per record that was measured."""
 
-    axis: int | None
-    calls: dict[int, int] = field(default_factory=dict)
+    axis: int | None  # None: not always on the same, so that every batch must be measured
+    calls: dict[int, int] = field(default_factory=dict)  # by entries per record
 
     def covers(self, leading: torch.Size, records: int) -> bool:
         """Whether this was measured. The order inside a flattened axis may depend on data (routing to experts), so it
@@ -65,15 +64,8 @@ class Layout:
         return True
 
 
-@dataclass
-class Measured:
-    """What is known of one model: layouts by module, then by inputs of the model, names of parameters and rank."""
-
-    layouts: WeakKeyDictionary[nn.Module, dict[tuple, Layout]] = field(default_factory=WeakKeyDictionary)
-    settled: bool = False  # under FSDP2: all ranks have measured all that they use
-
-
-MODELS: WeakKeyDictionary[nn.Module, Measured] = WeakKeyDictionary()
+Layouts = WeakKeyDictionary[nn.Module, dict[tuple, Layout]]  # by the model's inputs, names of parameters, and rank
+MODELS: WeakKeyDictionary[nn.Module, Layouts] = WeakKeyDictionary()
 
 
 class Attribution:
@@ -84,10 +76,9 @@ class Attribution:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._measured = MODELS.setdefault(model, Measured())
+        self._layouts = MODELS.setdefault(model, WeakKeyDictionary())
         self._inputs: frozenset[tuple] = frozenset()
         self._new = False  # a use was announced that was not measured before
-        self._flattened = False
         self._recording = False
         self._weights: Tensor | None = None
         self._weighted: dict[tuple[Tap, Names], list[Tensor]] = {}
@@ -105,18 +96,17 @@ class Attribution:
         records = tap.batch_size
         if records == 1:
             return False
-        layout = self._measured.layouts.setdefault(tap.module, {}).get((self._inputs, names, len(leading)))
+        layout = self._layouts.setdefault(tap.module, {}).get((self._inputs, names, len(leading)))
         if layout is None or not layout.covers(leading, records):
             self._new = True
             return True
-        self._flattened |= leading[layout.axis] != records
         return False
 
     def measure(self, losses: Tensor, sharded: bool) -> bool:
         """Run the backward pass of weighted losses if one of the announced uses is new. Returns whether it ran."""
         self._weighted, self._weights = {}, None
-        needed = self._agree(losses) if sharded else self._new
-        self._new = self._flattened = False
+        needed = self._needed_on_any_rank(losses.device) if sharded else self._new
+        self._new = False
         if not needed or losses.is_meta:
             return False
         self._weights = weights(len(losses), losses)
@@ -127,23 +117,10 @@ class Attribution:
             self._recording = False
         return True
 
-    def _agree(self, losses: Tensor) -> bool:
-        """Whether some rank must measure: under FSDP2 all ranks run the same passes.
-
-        Once all have measured all that they use, with as many entries per record as in every batch, they stop asking.
-        """
-        if self._measured.settled:
-            if self._new:
-                raise UncoveredError(
-                    "A layer got an input with other axes than in earlier batches, and a sharded model cannot measure"
-                    " them now. Remedy: use DDP, or call the model with inputs of the same names and ranks."
-                )
-            return False
-        unsettled = self._new or self._flattened or len(losses) == 1
-        flags = torch.tensor([self._new, unsettled], dtype=torch.int32, device=losses.device)
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
-        needed, unsettled = flags.tolist()
-        self._measured.settled = not unsettled
+    def _needed_on_any_rank(self, device: torch.device) -> bool:
+        """Under FSDP2 all ranks run the same passes, so they ask each other before each backward pass."""
+        needed = torch.tensor(int(self._new), device=device)
+        dist.all_reduce(needed, dist.ReduceOp.MAX)
         return bool(needed)
 
     def axis(self, tap: Tap, names: Names, ds: Tensor, rank: int, remember: bool = True) -> int | None:
@@ -153,16 +130,19 @@ class Attribution:
             return None
         if tap.batch_size == 1:
             return 0
-        layouts = self._measured.layouts.setdefault(tap.module, {})
+        layouts = self._layouts.setdefault(tap.module, {})
         key = (self._inputs, names, rank)
         layout = layouts.get(key)
-        if self._weights is None:
-            return 0 if layout is None else layout.axis
+        if ds.is_meta:
+            return 0
+        if self._weights is None and layout is not None and layout.axis is not None:
+            return layout.axis
         queue = self._weighted.get((tap, names))
         found = self._find(tap, ds, queue.pop(0), rank, layout) if queue else None
         if found is None:
+            shown = " and ".join(f"`{name}`" for name in names if name)
             raise UncoveredError(
-                f"{' and '.join(f'`{name}`' for name in names if name)} ({type(tap.module).__name__}): the gradient of its output, of shape"
+                f"{shown} ({type(tap.module).__name__}): the gradient of its output, of shape"
                 f" {tuple(ds.shape)}, cannot be divided among the {tap.batch_size} records of the batch. Either they"
                 " share what the parameter is applied to (a table of positions, one value for all), or they are not"
                 f" independent (a loss or a statistic over the batch). Remedy: {tap.remedy}."

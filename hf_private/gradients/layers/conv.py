@@ -77,7 +77,8 @@ def conv(
     spatial = weight.dim() - 2
     if input.dim() != spatial + 2 or input.shape[0] % tap.batch_size:
         raise UncoveredError(
-            f"`{tap.path}` got an input of shape {tuple(input.shape)} without the records in front. Remedy: {tap.remedy}."
+            f"`{tap.path}` got an input of shape {tuple(input.shape)} without the records in front."
+            f" Remedy: {tap.remedy}."
         )
     stride, dilation = ([s] * spatial if isinstance(s, int) else list(s) for s in (stride, dilation))
     if padding == "same":

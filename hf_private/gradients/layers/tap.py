@@ -102,7 +102,7 @@ class Tap:
         self.book.observe(name, value)
 
     def announce(self, names: Names, leading: torch.Size) -> bool:
-        """Tell the book, in the forward pass, of a use of parameters whose output has the axes `leading`, then features.
+        """Tell the book, in the forward pass, of a use whose output has the axes `leading`, then features.
 
         Returns whether it is new.
         """
