@@ -38,6 +38,7 @@ class BookKeeper:
         self._batch_size: int | None = None
         self._records: dict[str, PerSample] = {}
         self.expanded: set[str] = set()
+        self.guessed: set[str] = set()
         self.attribution = Attribution(model)
         self._undo: list[tuple[nn.Module, str, Any]] = []
 
@@ -89,6 +90,12 @@ class BookKeeper:
         for name, p in self._parameters.items():
             p.grad = self._grads[name]
         self._undo, self._records, self._grads = [], {}, {}
+        if type(error) is RuntimeError and self.guessed:
+            names = ", ".join(f"`{name}`" for name in sorted(self.guessed))
+            raise UncoveredError(
+                f"{names}: the model failed with one row of positions per record"
+                f" instead of one row for all ({str(error).splitlines()[0]}). Remedy: {REMEDY}."
+            ) from error
 
     def _note_batch_size(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Read N off the inputs of the model, and the leading axis off those of the models inside it."""

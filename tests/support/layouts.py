@@ -112,6 +112,30 @@ class Positions(nn.Module):
         return x + self.table(ids.unsqueeze(0) if self.shape == "1, T" else ids)
 
 
+class Classes(nn.Module):
+    """An embedding of one id per record, (B,)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = (x.detach().sum((1, 2)) * 1000).long() % 32 * 2  # consecutive ids are taken for positions, and refused
+        return x + self.table(ids).unsqueeze(1)
+
+
+class Queries(nn.Module):
+    """Learned queries (Q,) that the model multiplies with every record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = torch.einsum("qd,btd->bqt", self.table(torch.arange(4)), x).softmax(-1)
+        return scores @ x
+
+
 class TimeFirst(nn.Module):
     """Linear, norm and embedding-like layers on (T, B, d), or on (T * B, d)."""
 
@@ -170,6 +194,8 @@ class Routed(nn.Module):
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "positions (T,)": lambda: Positions("T"),
     "positions (1, T)": lambda: Positions("1, T"),
+    "class of each record": Classes,
+    "queries": Queries,
     "distances (T, T)": lambda: Positions("T, T"),
     "time first": TimeFirst,
     "time first, flat": lambda: TimeFirst(flat=True),

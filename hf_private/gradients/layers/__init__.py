@@ -28,7 +28,7 @@ from .copies import has_relative_bias, relative_bias, run_each, run_with_copies
 from .embedding import embedding
 from .linear import addmm, conv1d, linear
 from .norms import group_norm, layer_norm, rms_norm
-from .tap import REMEDY, SHARDED_REMEDY, ComputedWeightError, Tap
+from .tap import REMEDY, SHARDED_REMEDY, AutogradOnlyError, Tap
 
 RULES: dict[Callable, Callable] = {
     F.linear: linear,
@@ -69,7 +69,7 @@ class _Redirect(TorchFunctionMode):
         if rule is not None and any(self.tap.name(x) for x in (*args, *kwargs.values()) if isinstance(x, Tensor)):
             try:
                 return rule(self.tap, *args, **kwargs)
-            except ComputedWeightError:
+            except AutogradOnlyError:
                 if not self.tap.lone:  # else autograd's gradient is that of the one record
                     raise
         return func(*args, **kwargs)

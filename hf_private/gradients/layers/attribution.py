@@ -102,6 +102,10 @@ class Attribution:
             return True
         return False
 
+    def knows(self, tap: Tap, names: Names, rank: int) -> bool:
+        """Whether a use of these parameters with `rank` axes before the features was measured."""
+        return (self._inputs, names, rank) in self._layouts.get(tap.module, {})
+
     def measure(self, losses: Tensor, sharded: bool) -> bool:
         """Run the backward pass of weighted losses if one of the announced uses is new. Returns whether it ran."""
         self._weighted, self._weights = {}, None

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hf_private.gradients.persample import Dense, Outer, widen
 
-from .tap import Tap, UncoveredError
+from .tap import AutogradOnlyError, Tap
 
 
 def patches(x: Tensor, kernel: tuple[int, ...], stride: list[int], padding: list[int], dilation: list[int]) -> Tensor:
@@ -76,7 +76,7 @@ def conv(
     """Rule for `F.conv1d`, `F.conv2d`, `F.conv3d`: input (B, in, ...), weight (out, in / groups, ...)."""
     spatial = weight.dim() - 2
     if input.dim() != spatial + 2 or input.shape[0] % tap.batch_size:
-        raise UncoveredError(
+        raise AutogradOnlyError(
             f"`{tap.path}` got an input of shape {tuple(input.shape)} without the records in front."
             f" Remedy: {tap.remedy}."
         )

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hf_private.gradients.persample import Dense, widen
 
-from .tap import Tap, UncoveredError, copied
+from .tap import AutogradOnlyError, Tap, copied
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -69,7 +69,7 @@ def _affine(tap: Tap, y: Tensor, parameter: Tensor | None, first_axis: int, add:
     if name:
         copy = copied(tap, copy, name)
         if y.shape[0] % batch or first_axis == 0:
-            raise UncoveredError(
+            raise AutogradOnlyError(
                 f"`{tap.path}` ({type(tap.module).__name__}) got an input of shape {tuple(y.shape)} in a batch of"
                 f" {batch} records, which are not in front. Remedy: {tap.remedy}."
             )

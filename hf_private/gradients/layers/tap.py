@@ -21,7 +21,8 @@ class Book(Protocol):
 
     graph_root: Tensor
     leading: int
-    expanded: set[str]
+    expanded: set[str]  # paths of embeddings whose positions (1, T) became (N, T)
+    guessed: set[str]  # parameters whose ids (T,) were taken for positions for the first time
     sharded: bool
     attribution: Attribution
 
@@ -32,8 +33,8 @@ class Book(Protocol):
     def observe(self, name: str, value: PerSample) -> None: ...
 
 
-class ComputedWeightError(UncoveredError):
-    """A layer uses a weight that is computed from trainable parameters; autograd covers it in a batch of one."""
+class AutogradOnlyError(UncoveredError):
+    """A use that no rule covers, but autograd does in a batch of one: its gradient is that of the one record."""
 
 
 class Tap:
@@ -92,7 +93,7 @@ class Tap:
         if tensor is None:
             return None
         if tensor.requires_grad and self.name(tensor) is None:
-            raise ComputedWeightError(
+            raise AutogradOnlyError(
                 f"`{self.path}` ({type(self.module).__name__}) computes a weight of shape {tuple(tensor.shape)} from "
                 f"trainable parameters before it is used. Remedy: {self.remedy}."
             )
@@ -107,6 +108,10 @@ class Tap:
         Returns whether it is new.
         """
         return self.book.attribution.announce(self, names, leading)
+
+    def knows(self, names: Names, rank: int) -> bool:
+        """Whether a use of these parameters with `rank` axes before the features was measured."""
+        return self.book.attribution.knows(self, names, rank)
 
     def axis(self, names: Names, ds: Tensor, rank: int, remember: bool = True) -> int | None:
         """The axis among the first `rank` of an output gradient that holds the records; None: write nothing."""
