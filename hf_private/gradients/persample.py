@@ -213,7 +213,7 @@ class Outer(PerSample):
         exponents = [gram.exponent for gram in (left, right) if gram.exponent is not None]
         if not exponents:
             return total
-        return (total.double() * power_of_two(2 * sum(exponents), torch.float64)).to(total.dtype)
+        return (total.double() * power_of_two(2 * torch.stack(exponents).sum(0), torch.float64)).to(total.dtype)
 
     def weighted_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
         left, right = widen(self.left), widen(self.right)
@@ -296,10 +296,12 @@ class Rows(PerSample):
     def masked(self, keep: Tensor) -> "Rows":
         return Rows(self.index, self.ds.where(per_record(keep, self.ds).bool(), 0), self.shape)
 
+    def joined(self, other: "Rows") -> "Rows":
+        """Both uses of one table."""
+        return Rows(torch.cat([self.index, other.index], 1), torch.cat([self.ds, other.ds], 1), self.shape)
+
     def __add__(self, other: PerSample) -> PerSample:
-        if isinstance(other, Rows):
-            return Rows(torch.cat([self.index, other.index], 1), torch.cat([self.ds, other.ds], 1), self.shape)
-        return other + self
+        return self.joined(other) if isinstance(other, Rows) else other + self
 
 
 class Tied(PerSample):
@@ -328,5 +330,5 @@ class Tied(PerSample):
             together = self.outer + other
             return Tied(together, self.rows) if isinstance(together, Outer) else together + self.rows
         if isinstance(other, Rows):
-            return Tied(self.outer, self.rows + other)
+            return Tied(self.outer, self.rows.joined(other))
         return other + self if isinstance(other, Dense) else Dense(self.dense() + other.dense())

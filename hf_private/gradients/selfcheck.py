@@ -213,8 +213,9 @@ def _wide(model: nn.Module) -> Iterator[torch.dtype]:
             undo.callback(setattr, x, "data", data)
             x.data = data.float()
         undo.enter_context(full_precision(some.device))
-        undo.callback(setattr, torch.backends.cudnn.conv, "fp32_precision", torch.backends.cudnn.conv.fp32_precision)
-        torch.backends.cudnn.conv.fp32_precision = "ieee"
+        convolutions = torch.backends.cudnn.conv  # pyrefly: ignore[missing-attribute]  (torch sets it at run time)
+        undo.callback(setattr, convolutions, "fp32_precision", convolutions.fp32_precision)
+        convolutions.fp32_precision = "ieee"
         yield _computes_in(model)
 
 
@@ -311,6 +312,7 @@ def _check_against_autograd(check: _Check, batch: Batch) -> Run:
             )
         weights = _weights(losses)
         for name, expected in wanted.items():  # one at a time, as a sharded model's gradients may not fit together
+            assert expected is not None
             g = unsharded(expected)
             distance[name] = (entries[name].weighted_sum(weights) - g).float().norm()
             length[name] = g.float().norm()

@@ -94,16 +94,19 @@ class Site:
         computed = any(name in self.module.__dict__ for name in ("weight", "bias"))  # torch's older weight_norm
         if direct and self.kind == "function" and self.attribute not in self.module.__dict__ and not computed:
             return partial(direct, tap, self.module)
-        run = {"copies": run_with_copies, "each record": run_each, "relative bias": relative_bias}.get(self.kind)
+        if self.kind == "function":
 
-        def redirected(*args: Any, **kwargs: Any) -> Any:
-            with _Redirect(tap):
-                return original(*args, **kwargs)
+            def redirected(*args: Any, **kwargs: Any) -> Any:
+                with _Redirect(tap):
+                    return original(*args, **kwargs)
+
+            return redirected
+        run = {"copies": run_with_copies, "each record": run_each, "relative bias": relative_bias}[self.kind]
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return run(tap, original, args, kwargs)
 
-        return redirected if run is None else call
+        return call
 
 
 def sites(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Site]:
@@ -113,7 +116,8 @@ def sites(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Site]:
         if module in taken:
             continue
         if has_relative_bias(module):
-            table = module.relative_attention_bias
+            table = module._modules["relative_attention_bias"]
+            assert isinstance(table, nn.Embedding)
             taken.add(table)
             if table.weight.requires_grad:
                 yield Site(path, module, {"relative_attention_bias.weight": table.weight}, "relative bias")

@@ -167,6 +167,7 @@ class Attribution:
         say so; None if there is no such axis."""
         if ds.shape != weighted.shape:
             return None
+        assert self._weights is not None, "`weighted` is of a pass with weights"
         records = tap.batch_size
         w = self._weights.to(widen(ds)).unsqueeze(1)
         limit = torch.finfo(ds.dtype).eps ** 0.5

@@ -31,7 +31,8 @@ class _Conv(torch.autograd.Function):
         return torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple:
+    def backward(ctx, *grad_outputs: Tensor) -> tuple:
+        (dy,) = grad_outputs
         x, weight = ctx.saved_tensors
         stride, padding, dilation = ctx.geometry
         weight_name, bias_name = ctx.names

@@ -23,7 +23,7 @@ from .tap import Tap, copies
 @contextmanager
 def swapped(tap: Tap, replacements: Mapping[str, Tensor]) -> Iterator[None]:
     """Let `tap.module` see other tensors in place of its parameters, for the length of one call."""
-    owners = {}
+    owners: dict[str, tuple[dict[str, Any], str]] = {}
     for local in replacements:
         owner, _, leaf = local.rpartition(".")
         owners[local] = (tap.module.get_submodule(owner)._parameters, leaf)
@@ -56,8 +56,9 @@ def run_with_copies(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> A
     x = _first_tensor(args, kwargs)
     axes = 1 if x is None else x.dim()
     records = tap.batch_size
-    flattened = x is not None and x.shape[0] != records
-    if flattened:
+    flattened = False
+    if x is not None and x.shape[0] != records:
+        flattened = True
         if len(args) != 1 or kwargs or x.shape[0] % records:
             raise _refuse(tap, ValueError(f"its input of shape {tuple(x.shape)} does not have the records in front"))
         args, axes = (x.unflatten(0, (records, -1)),), axes + 1

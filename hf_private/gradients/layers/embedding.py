@@ -19,7 +19,8 @@ class _Embedding(torch.autograd.Function):
         return F.embedding(index, weight)
 
     @staticmethod
-    def backward(ctx, ds: Tensor) -> tuple:
+    def backward(ctx, *grad_outputs: Tensor) -> tuple:
+        (ds,) = grad_outputs
         (index,) = ctx.saved_tensors
         axis = ctx.tap.axis((ctx.parameter,), ds, index.dim())
         if axis is None:

@@ -2,7 +2,8 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from transformers.pytorch_utils import Conv1D
 
 from hf_private.gradients.persample import Dense, Outer, widen
 
@@ -26,7 +27,8 @@ class _Linear(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
-    def backward(ctx, ds: Tensor) -> tuple:
+    def backward(ctx, *grad_outputs: Tensor) -> tuple:
+        (ds,) = grad_outputs
         x, weight = ctx.saved_tensors
         weight_name, bias_name = ctx.names
         axis = ctx.tap.axis(ctx.names, ds, ds.dim() - 1)
@@ -50,7 +52,7 @@ def linear(tap: Tap, input: Tensor, weight: Tensor, bias: Tensor | None = None) 
     return _Linear.apply(tap.graph_root, input, tap.detached(weight), tap.detached(bias), tap, names, False)
 
 
-def conv1d(tap: Tap, module: nn.Module, input: Tensor) -> Tensor:
+def conv1d(tap: Tap, module: Conv1D, input: Tensor) -> Tensor:
     """Rule for Hugging Face's Conv1D itself, which flattens its input (..., in) around `torch.addmm`."""
     weight, bias = module.weight, module.bias
     names = (tap.name(weight), tap.name(bias))

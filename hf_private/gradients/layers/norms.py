@@ -20,7 +20,8 @@ class _LayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple:
+    def backward(ctx, *grad_outputs: Tensor) -> tuple:
+        (dy,) = grad_outputs
         x, mean, rstd, weight, bias = ctx.saved_tensors
         weight_name, bias_name = ctx.names
         features = len(ctx.shape)

@@ -1,6 +1,6 @@
 """What a rule sees of the book: the records, a scalar that keeps the graph alive, and where to write."""
 
-from typing import Protocol
+from typing import Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -86,8 +86,14 @@ class Tap:
 
     def parameter(self, local: str) -> Tensor:
         parameters, leaf = self._places[local]
-        return parameters[leaf]
+        parameter = parameters[leaf]
+        assert parameter is not None, "a tap is for parameters that exist"
+        return parameter
 
+    @overload
+    def detached(self, tensor: Tensor) -> Tensor: ...
+    @overload
+    def detached(self, tensor: Tensor | None) -> Tensor | None: ...
     def detached(self, tensor: Tensor | None) -> Tensor | None:
         """`tensor` outside the graph: a parameter of this module, or one that is frozen."""
         if tensor is None:
@@ -145,7 +151,8 @@ class _Copies(torch.autograd.Function):
         return parameter.unsqueeze(0).repeat(tap.batch_size, *[1] * parameter.dim())
 
     @staticmethod
-    def backward(ctx, g: Tensor) -> tuple:
+    def backward(ctx, *grad_outputs: Tensor) -> tuple:
+        (g,) = grad_outputs
         # A module that looks at the shape of its parameter shows that only if N is none of the parameter's lengths.
         remember = len(g) not in g.shape[1:]
         if ctx.tap.axis((ctx.parameter,), g, rank=1, remember=remember) is not None:
