@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .attribution import Attribution, UncoveredError
 from .conv import conv
-from .copies import has_relative_bias, relative_bias, run_each, run_with_copies
+from .copies import relative_bias, relative_table, run_each, run_with_copies
 from .embedding import embedding
 from .linear import addmm, conv1d, linear
 from .norms import group_norm, layer_norm, rms_norm
@@ -115,12 +115,12 @@ def sites(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Site]:
     for path, module in modules:
         if module in taken:
             continue
-        if has_relative_bias(module):
-            table = module._modules["relative_attention_bias"]
-            assert isinstance(table, nn.Embedding)
+        table = relative_table(module)
+        if table is not None:
             taken.add(table)
-            if table.weight.requires_grad:
-                yield Site(path, module, {"relative_attention_bias.weight": table.weight}, "relative bias")
+            trained = {f"relative_attention_bias.{name}": p for name, p in table.named_parameters() if p.requires_grad}
+            if trained:
+                yield Site(path, module, trained, "relative bias")
         inside = {}
         for name, child in module._modules.items():  # `named_children` and its like cost more than the look itself
             if isinstance(child, CONTAINERS):  # never called: their owner uses them

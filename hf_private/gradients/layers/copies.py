@@ -141,7 +141,8 @@ def relative_bias(tap: Tap, compute_bias: Callable, args: tuple, kwargs: dict) -
     return torch.vmap(one)({local: copies(tap, local) for local in tap.names})
 
 
-def has_relative_bias(module: nn.Module) -> bool:
+def relative_table(module: nn.Module) -> nn.Embedding | None:
     """T5 and its relatives: an embedding of distances, looked up by `compute_bias(query_length, key_length)`."""
     table = module._modules.get("relative_attention_bias")
-    return isinstance(table, nn.Embedding) and callable(getattr(module, "compute_bias", None))
+    known = isinstance(table, nn.Embedding) and callable(getattr(module, "compute_bias", None))
+    return table if known else None
