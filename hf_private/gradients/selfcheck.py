@@ -58,7 +58,7 @@ class Run:
 
     @classmethod
     def of(cls, losses: Tensor, entries: Mapping[str, PerSample]) -> "Run":
-        return cls(losses.detach(), sq_norms(entries), {name: sketch(name, value) for name, value in entries.items()})
+        return cls(losses.detach(), sq_norms(entries), {name: sketch(value) for name, value in entries.items()})
 
     @property
     def norms(self) -> Tensor:

@@ -64,8 +64,7 @@ class Layout:
         return True
 
 
-Layouts = WeakKeyDictionary[nn.Module, dict[tuple, Layout]]  # by the model's inputs, names of parameters, and rank
-MODELS: WeakKeyDictionary[nn.Module, Layouts] = WeakKeyDictionary()
+MODELS: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, dict[tuple, Layout]]] = WeakKeyDictionary()
 
 
 class Attribution:
@@ -83,6 +82,10 @@ class Attribution:
         self._weights: Tensor | None = None
         self._weighted: dict[tuple[Tap, Names], list[Tensor]] = {}
 
+    def layouts(self, module: nn.Module) -> dict[tuple, Layout]:
+        """What is known of a module: layouts by the inputs of the model, names of parameters, and rank."""
+        return self._layouts.setdefault(module, {})
+
     def begin(self, args: tuple, kwargs: dict) -> None:
         """Note the inputs of the model: other names or ranks may mean other layouts."""
         named = (*enumerate(args), *kwargs.items())
@@ -96,7 +99,7 @@ class Attribution:
         records = tap.batch_size
         if records == 1:
             return False
-        layout = self._layouts.setdefault(tap.module, {}).get((self._inputs, names, len(leading)))
+        layout = tap.layouts.get((self._inputs, names, len(leading)))
         if layout is None or not layout.covers(leading, records):
             self._new = True
             return True
@@ -104,7 +107,7 @@ class Attribution:
 
     def knows(self, tap: Tap, names: Names, rank: int) -> bool:
         """Whether a use of these parameters with `rank` axes before the features was measured."""
-        return (self._inputs, names, rank) in self._layouts.get(tap.module, {})
+        return (self._inputs, names, rank) in tap.layouts
 
     def measure(self, losses: Tensor, sharded: bool) -> bool:
         """Run the backward pass of weighted losses if one of the announced uses is new. Returns whether it ran."""
@@ -134,9 +137,8 @@ class Attribution:
             return None
         if tap.batch_size == 1:
             return 0
-        layouts = self._layouts.setdefault(tap.module, {})
         key = (self._inputs, names, rank)
-        layout = layouts.get(key)
+        layout = tap.layouts.get(key)
         if ds.is_meta:
             return 0
         if self._weights is None and layout is not None and layout.axis is not None:
@@ -154,7 +156,7 @@ class Attribution:
         axis, evidence = found
         if evidence and remember:
             if layout is None:
-                layout = layouts[key] = Layout(axis)
+                layout = tap.layouts[key] = Layout(axis)
             elif layout.axis != axis:
                 layout.axis = None
             layout.calls.setdefault(ds.shape[axis] // tap.batch_size, 1)

@@ -77,7 +77,7 @@ def run_with_copies(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> A
             y = forward(*args, **kwargs)
         if states is not None:
             _check_output(tap, forward, args, kwargs, y, states)
-    except (RuntimeError, IndexError, ValueError) as error:
+    except (RuntimeError, IndexError) as error:
         raise error if isinstance(error, UncoveredError) else _refuse(tap, error) from error
     return y.flatten(0, 1) if flattened else y
 
@@ -105,7 +105,7 @@ def _check_output(tap: Tap, forward: Callable, args: tuple, kwargs: dict, y: Any
             if copied.shape != expected.shape or not torch.allclose(
                 copied, expected, rtol=limit, atol=limit * float(expected.abs().max()), equal_nan=True
             ):
-                raise ValueError("its output changes")
+                raise RuntimeError("its output changes")
 
 
 def run_each(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> Any:

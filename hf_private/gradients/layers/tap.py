@@ -45,6 +45,7 @@ class Tap:
         self.module = module
         self.path = path
         self.names = names
+        self.layouts = book.attribution.layouts(module)
         places = [(local, *local.rpartition(".")[::2]) for local in names]
         self._places = {local: (module.get_submodule(owner)._parameters, leaf) for local, owner, leaf in places}
 
