@@ -193,6 +193,33 @@ def test_measuring_leaves_no_trace():
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("name", ["bert", "gpt2", "opt", "t5"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_models_are_measured_under_gradient_checkpointing(name, reentrant):
+    model, loss = families.build(name)
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    for _ in range(2):
+        assert_exact(model, loss, families.make_batch(model, 4, 8))
+
+
+def test_dropout_masks_are_those_of_the_forward_pass():
+    """Both backward passes see them, also where gradient checkpointing draws them again."""
+    model, loss = families.build("bert")
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    batch, sums = families.make_batch(model, 4, 8), []
+    for _ in range(2):
+        torch.manual_seed(1)
+        with BookKeeper(model) as book:
+            book.backward(loss(model, batch))
+            sums.append(book.weighted_sum(torch.ones(4)))
+    assert all(torch.equal(sums[0][name], sums[1][name]) for name in sums[0])
+
+
 @pytest.mark.parametrize("records", [2, 16, 100])
 def test_weights_tell_records_apart(records):
     w = weights(records, torch.zeros(1))

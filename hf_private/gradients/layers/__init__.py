@@ -5,7 +5,9 @@ runs, calls of that function with one of its parameters go to the rule instead. 
 or permutes around the call (Gemma's and BART's embeddings, channel-first norms) needs no rule of its own, and a
 use that no rule knows leaves the parameter in autograd's hands, which the BookKeeper reports as an error.
 
-To add a layer kind: write `rule(tap, *arguments of the function)` in one file here and add it to `RULES`.
+To add a layer kind: write `rule(tap, *arguments of the function)` in one file here and add it to `RULES`. A rule calls
+`tap.announce` in the forward pass. In the backward pass it asks `tap.axis` where the records are, and passes the
+per-sample gradients to `tap.observe`, unless the answer is None.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Embeddings: rows picked by index, also when position ids come as one row for the whole batch."""
+"""Embeddings: rows that are picked by index, also where one row of position ids serves the whole batch."""
 
 import torch
 import torch.nn.functional as F
