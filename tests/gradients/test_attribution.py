@@ -115,6 +115,30 @@ def test_a_layer_that_is_called_in_two_layouts_is_exact():
         assert_exact(model, lambda model, batch: model(batch["x"]).square().sum((1, 2)), batch)
 
 
+class LastToken(nn.Module):
+    """A time-first layer whose output is read at one position per record."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x, last):
+        y = self.layer(x.transpose(0, 1)).transpose(0, 1)
+        return y[torch.arange(len(x)), last]
+
+
+def test_a_layout_that_is_not_the_only_one_that_fits_is_not_remembered():
+    """Record n ends at token n, so that either axis fits the first batch."""
+    torch.manual_seed(0)
+    model = LastToken().double()
+
+    def loss(model, batch):
+        return model(batch["x"], batch["last"]).square().sum(1)
+
+    for last in (torch.arange(4), torch.tensor([3, 3, 1, 0])):
+        assert_exact(model, loss, {"x": torch.randn(4, 4, 6).double(), "last": last})
+
+
 def measured(model, loss, batch) -> bool:
     """Whether a second backward pass ran."""
     ran, measure = [], Attribution.measure

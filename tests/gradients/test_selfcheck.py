@@ -304,11 +304,11 @@ def test_a_loss_that_is_not_finite_is_found_first():
 class Counting(nn.Module):
     """A buffer that a forward pass writes, or replaces by a longer one."""
 
-    def __init__(self, replace: bool):
+    def __init__(self, replace: bool, dtype: torch.dtype):
         super().__init__()
-        self.inner, _ = cases.build("bert", torch.bfloat16)
+        self.inner, _ = cases.build("bert", dtype)
         self.config, self.replace = self.inner.config, replace
-        self.register_buffer("seen", torch.zeros(2, dtype=torch.bfloat16))
+        self.register_buffer("seen", torch.zeros(2, dtype=dtype))
 
     def forward(self, **inputs):
         logits = self.inner(**inputs).logits
@@ -319,9 +319,10 @@ class Counting(nn.Module):
         return hf.modeling_outputs.SequenceClassifierOutput(logits=logits)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("replace", [False, True])
-def test_buffers_and_weights_are_restored_when_the_check_raises(replace):
-    model = Counting(replace)
+def test_buffers_and_weights_are_restored_when_the_check_raises(replace, dtype):
+    model = Counting(replace, dtype)
     before, seen = {name: p.detach().clone() for name, p in model.named_parameters()}, model.seen
 
     def loss(model, batch):
@@ -330,8 +331,8 @@ def test_buffers_and_weights_are_restored_when_the_check_raises(replace):
 
     with pytest.raises(SelfCheckError, match="`seen`"):
         self_check(model, loss, partial(synthetic_batch, model.inner))
-    assert model.seen is seen and torch.equal(seen, torch.zeros(2, dtype=torch.bfloat16))
-    assert all(p.dtype == torch.bfloat16 and torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert model.seen is seen and torch.equal(seen, torch.zeros(2, dtype=dtype))
+    assert all(p.dtype == dtype and torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 def test_the_model_computes_in_float32_whatever_wraps_it():

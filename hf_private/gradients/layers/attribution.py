@@ -17,6 +17,10 @@ batch sizes needs to know which axes of which inputs hold records, and shows how
 does with a copy of its parameter. Propagation of axes through aten operations needs a table of all of them.
 
 A batch of one record needs no measurement: everything belongs to it.
+
+What is remembered is taken for a property of the model. A model that orders whole records by their data, and back,
+would be found in the first batch only if it changes their order there. The start-up self-check uses records of mixed
+lengths for this reason.
 """
 
 from __future__ import annotations
@@ -165,24 +169,25 @@ class Attribution:
     def _find(
         self, tap: Tap, ds: Tensor, weighted: Tensor, rank: int, layout: Layout | None
     ) -> tuple[int, bool] | None:
-        """The first axis along which `weighted` is `ds` times the records' weights, and whether two records or more
-        say so; None if there is no such axis."""
+        """An axis along which `weighted` is `ds` times the records' weights, and whether that can be relied on later:
+        it is the only one, and two records or more say so. None if there is no such axis."""
         if ds.shape != weighted.shape:
             return None
         assert self._weights is not None, "`weighted` is of a pass with weights"
         records = tap.batch_size
         w = self._weights.to(widen(ds)).unsqueeze(1)
         limit = torch.finfo(ds.dtype).eps ** 0.5
-        axes = sorted(range(rank), key=lambda axis: layout is not None and axis != layout.axis)
-        for axis in axes:
+        fitting, reached = [], 0
+        for axis in sorted(range(rank), key=lambda axis: layout is not None and axis != layout.axis):
             if ds.shape[axis] % records:
                 continue
             plain, scaled = (widen(x).movedim(axis, 0).reshape(records, -1) for x in (ds, weighted))
             length, error = vector_norm(plain, dim=1), vector_norm(scaled - w * plain, dim=1)
             finite = torch.isfinite(length)  # a record that is not finite is removed later, and shows nothing
             if bool(((error <= limit * length * w.abs().squeeze(1) + SMALLEST) | ~finite).all()):
-                return axis, int(((length > SMALLEST) & finite).sum()) > 1
-        return None
+                fitting.append(axis)
+                reached = int(((length > SMALLEST) & finite).sum())
+        return (fitting[0], len(fitting) == 1 and reached > 1) if fitting else None
 
 
 def weights(records: int, like: Tensor) -> Tensor:
