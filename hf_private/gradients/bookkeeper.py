@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from .layers import REMEDY, Tap, UncoveredError, refusal, sites
+from .layers import REMEDY, SHARDED_REMEDY, Attribution, Tap, UncoveredError, refusal, sites
 from .method import Full, Method
 from .persample import Dense, PerSample, sq_norms, weighted_sum
 
@@ -40,6 +40,8 @@ class BookKeeper:
         self.method = method or Full()
         self.graph_root = torch.zeros((), requires_grad=True)
         self.expanded: set[str] = set()
+        self.guessed: set[str] = set()
+        self.attribution = Attribution(model)
         self.sharded = False
         self._batch_size: int | None = None
         self._entries: dict[str, PerSample] = {}
@@ -100,6 +102,12 @@ class BookKeeper:
         self._undo = []
         self._entries = {}
         self._grads = {}
+        if type(error) is RuntimeError and self.guessed:
+            names = ", ".join(f"`{name}`" for name in sorted(self.guessed))
+            raise UncoveredError(
+                f"{names}: the model failed with one row of positions per record"
+                f" instead of one row for all ({str(error).splitlines()[0]}). Remedy: {REMEDY}."
+            ) from error
 
     def _note_batch_size(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Read N from the inputs of the model, and the leading axis from the inputs of the models inside it."""
@@ -120,6 +128,7 @@ class BookKeeper:
                 f"`model` must be called with {self._batch_size} records, as before in this book, got {len(first)}."
             )
         self._batch_size = self.leading = len(first)
+        self.attribution.begin(args, kwargs)
 
     @property
     def batch_size(self) -> int:
@@ -149,6 +158,9 @@ class BookKeeper:
             )
         if not losses.requires_grad:
             raise UncoveredError("`losses` must depend on a trainable parameter, got losses without a graph.")
+        if self.attribution.measure(losses, self.sharded):
+            for p in self._parameters.values():
+                p.grad = None
         losses.sum().backward()
         reached = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         for p in self._parameters.values():
@@ -157,7 +169,7 @@ class BookKeeper:
         if reached and self.sharded:  # FSDP2 has added up what autograd found on all ranks
             raise UncoveredError(
                 f"{names}: used in a way that no rule covers, so the gradients of the records cannot be separated."
-                " Remedy: freeze it (`parameter.requires_grad_(False)`), or use DDP with micro-batches of one."
+                f" Remedy: {SHARDED_REMEDY}."
             )
         if reached and self.batch_size > 1:
             raise UncoveredError(

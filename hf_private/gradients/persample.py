@@ -21,6 +21,9 @@ from torch.linalg import vecdot, vector_norm
 # `sq_norm` adds this many units of the dtype's epsilon times that bound, so that it never rounds down.
 ROUNDING_UNITS = 32
 
+# Records whose largest entries lie in this range have Gram matrices far from underflow and overflow in float32.
+SAFE = (2.0**-25, 2.0**8)
+
 # Numbers that torch may square and add up one after another in float32. Of millions it loses more than the slack.
 SUMMED = 4096
 
@@ -35,8 +38,31 @@ def per_record(c: Tensor, like: Tensor) -> Tensor:
     return c.to(like.dtype).view(-1, *[1] * (like.dim() - 1))
 
 
+def power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    """2^exponent, exactly."""
+    return torch.pow(2.0, exponent.double()).to(dtype)
+
+
+def rescaled(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """`(y, e)` with x_n = 2^e_n y_n for `x` (N, T, features), exactly, where y's entries are at most 1; (x, None) if
+    they are of a harmless size already."""
+    if x.is_meta:
+        return x, None
+    least, most = torch.aminmax(x.flatten(1), dim=1)
+    largest = torch.maximum(-least, most)
+    # Zero and what is not finite need no scale. On other devices the look costs more than the product.
+    if x.device.type == "cpu" and not bool((((largest < SAFE[0]) & (largest > 0)) | (largest > SAFE[1])).any()):
+        return x, None
+    usual = torch.isfinite(largest) & (largest > 0)
+    exponent = torch.frexp(largest.where(usual, 1)).exponent.clamp(-120, 120)
+    return x * per_record(power_of_two(-exponent, x.dtype), x), exponent
+
+
 class Gram:
     """`x x^T` (N, T, T) of `x` (N, T, features), kept as strips of its upper half: the lower one is the same.
+
+    Each record is scaled by a power of two first, 2^-exponent: a square may underflow where the gradient, a product
+    with something large, does not.
 
     The seam for a kernel: one that gives `dot` of two inputs without their Gram matrices replaces this class.
     """
@@ -44,7 +70,8 @@ class Gram:
     STRIP = 32  # positions; narrower strips save more operations and run less well
 
     def __init__(self, x: Tensor) -> None:
-        wide, length = widen(x), x.shape[1]
+        wide, self.exponent = rescaled(widen(x))
+        length = x.shape[1]
         columns, width = wide.mT, min(self.STRIP, max(self.STRIP // 2, length // 2))
         self.strips = [torch.bmm(wide[:, t : t + width], columns[:, :, t:]) for t in range(0, length, width)]
         diagonals = [strip.diagonal(dim1=1, dim2=2) for strip in self.strips]
@@ -53,7 +80,7 @@ class Gram:
             strip[:, :, width:].mul_(math.sqrt(2))  # 2 = sqrt(2) sqrt(2), a half for each side of `dot`
 
     def dot(self, other: "Gram") -> Tensor:
-        """Sum over all t, s of the products of both matrices: (N,)."""
+        """Sum over all t, s of the products of both matrices, as they were scaled: (N,)."""
         # By vecdot: as a product of matrices it would round down.
         pairs = zip(self.strips, other.strips, strict=True)
         return reduce(Tensor.add_, (vecdot(mine.flatten(1), others.flatten(1)) for mine, others in pairs))
@@ -180,7 +207,13 @@ class Outer(PerSample):
         left, right = grams(self.left), grams(self.right)
         bound = vecdot(left.lengths, right.lengths).square_()
         exact = left.dot(right)
-        return exact.clamp_(min=0).add_(bound, alpha=ROUNDING_UNITS * torch.finfo(exact.dtype).eps)
+        limits, (_, positions, rows), columns = torch.finfo(exact.dtype), self.left.shape, self.right.shape[2]
+        lost = limits.tiny * SAFE[1] ** 2 * positions**2 * (rows + columns)  # by squares that underflow
+        total = exact.clamp_(min=0).add_(bound, alpha=ROUNDING_UNITS * limits.eps).add_(lost)
+        exponents = [gram.exponent for gram in (left, right) if gram.exponent is not None]
+        if not exponents:
+            return total
+        return (total.double() * power_of_two(2 * torch.stack(exponents).sum(0), torch.float64)).to(total.dtype)
 
     def weighted_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
         left, right = widen(self.left), widen(self.right)
@@ -263,10 +296,12 @@ class Rows(PerSample):
     def masked(self, keep: Tensor) -> "Rows":
         return Rows(self.index, self.ds.where(per_record(keep, self.ds).bool(), 0), self.shape)
 
+    def joined(self, other: "Rows") -> "Rows":
+        """Both uses of one table."""
+        return Rows(torch.cat([self.index, other.index], 1), torch.cat([self.ds, other.ds], 1), self.shape)
+
     def __add__(self, other: PerSample) -> PerSample:
-        if isinstance(other, Rows):
-            return Rows(torch.cat([self.index, other.index], 1), torch.cat([self.ds, other.ds], 1), self.shape)
-        return other + self
+        return self.joined(other) if isinstance(other, Rows) else other + self
 
 
 class Tied(PerSample):
@@ -295,5 +330,5 @@ class Tied(PerSample):
             together = self.outer + other
             return Tied(together, self.rows) if isinstance(together, Outer) else together + self.rows
         if isinstance(other, Rows):
-            return Tied(self.outer, self.rows + other)
+            return Tied(self.outer, self.rows.joined(other))
         return other + self if isinstance(other, Dense) else Dense(self.dense() + other.dense())

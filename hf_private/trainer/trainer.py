@@ -352,8 +352,8 @@ class DPTrainer(PublishingTrainer):
         assert self.optimizer is not None and self._keys is not None, "Trainer and `train()` have made them"
         check_optimizer(self.optimizer, model)
         meet = self.args.per_device_train_batch_size > 1
-        dtype = torch.bfloat16 if self.args.mixed_precision == "bf16" else None  # maybe by the launcher
-        report = run_collectively(self.ranks, model, self_check, model, loss, self.public_batch, meet, dtype)
+        args = (model, loss, self.public_batch, meet, config.clip_norm)
+        report = run_collectively(self.ranks, model, self_check, *args)
         logger.info(report)
         noise = NoiseSource(config.noise, self._keys.noise)
         run = self._open_run(

@@ -4,8 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from hf_private.gradients.persample import Dense, Gram, Grams, Outer, Rows, Tied, weighted_sum
+from hf_private.gradients.bookkeeper import BookKeeper
+from hf_private.gradients.method import Full
+from hf_private.gradients.persample import Dense, Gram, Grams, Outer, Rows, Tied, power_of_two, weighted_sum
+from tests.support import oracle
 
 ROWS, COLUMNS = 7, 5
 
@@ -117,6 +121,39 @@ def test_a_square_that_underflows_is_seen_beside_a_large_input():
     torch.testing.assert_close(value.sq_norm(), torch.tensor([16e-10]))
 
 
+@pytest.mark.parametrize("scale", [1e18, 1e-18, 1e21, 1e-21])
+@pytest.mark.parametrize("positions", [1, 2, 40])
+def test_norms_of_factors_whose_squares_are_out_of_range(positions, scale):
+    """A gradient of ordinary size may be the product of a tiny and a huge factor, record by record."""
+    left, right = torch.randn(3, positions, 50), torch.randn(3, positions, 60)
+    scales = torch.tensor([scale, 1.0, 1 / scale]).view(3, 1, 1)
+    value, plain = Outer(left * scales, right / scales), Outer(left, right)
+    torch.testing.assert_close(value.sq_norm(), plain.sq_norm(), rtol=1e-4, atol=0)
+    assert (value.sq_norm() >= value.dense().flatten(1).square().sum(1) * (1 - 1e-6)).all()
+
+
+def test_a_position_that_is_tiny_beside_another_is_not_lost():
+    """Its square is 0 in float32 on one side, and the norm must err upward."""
+    left, right = torch.zeros(1, 2, 50), torch.zeros(1, 2, 50)
+    left[0, 0], left[0, 1], right[0, 1] = 1.0, 1e-23, 1e13
+    exact = Outer(left.double(), right.double()).dense().square().sum()
+    assert Outer(left, right).sq_norm() >= exact
+
+
+def test_exponents_are_exact():
+    exponents = torch.arange(-480, 481)
+    assert power_of_two(exponents, torch.float64).tolist() == [2.0**k for k in exponents.tolist()]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_record_that_is_not_finite_does_not_change_the_norms_of_others(bad):
+    left, right = 1e-20 * torch.randn(3, 4, 50), torch.randn(3, 4, 60)
+    clean = Outer(left, right).sq_norm()
+    left[1, 2, 3] = bad
+    norms = Outer(left, right).sq_norm()
+    assert torch.equal(norms[[0, 2]], clean[[0, 2]]) and not torch.isfinite(norms[1])
+
+
 @pytest.mark.parametrize("positions", [1, Gram.STRIP - 1, Gram.STRIP, Gram.STRIP + 1, 150])
 def test_a_gram_matrix_computed_in_strips_equals_the_whole(positions):
     x, y = torch.randn(2, positions, 3).double(), torch.randn(2, positions, 4).double()
@@ -145,3 +182,27 @@ def test_gram_matrices_of_a_shared_input_are_computed_once():
 def test_the_form_is_chosen_by_size(positions):
     small = Outer(torch.zeros(2, positions, 4), torch.zeros(2, positions, 4))
     assert small.instantiating_is_smaller() == (positions * 8 >= 16)
+
+
+@pytest.mark.parametrize("scale", [1e18, 1e-18, 1e21, 1e-21])
+def test_norms_of_a_model_with_huge_or_tiny_norm_weights_are_autograds(scale):
+    """The layer after such a norm undoes its scale, and so does the loss: the gradients are of ordinary size."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 64), nn.LayerNorm(64), nn.Linear(64, 64, bias=False), nn.Tanh(), nn.Linear(64, 3)]
+    model = nn.Sequential(*layers)
+    with torch.no_grad():
+        model[1].weight.mul_(scale)
+        model[2].weight.div_(scale)
+    model[1].requires_grad_(False)  # its own gradients are beyond float32
+    model[0].requires_grad_(False)
+    model[4].requires_grad_(False)
+
+    def loss(model, batch):
+        return model(batch["x"]).square().sum((1, 2)) / scale
+
+    batch = {"x": torch.randn(3, 5, 8)}
+    with BookKeeper(model, type("Ghost", (Full,), {"observe": lambda self, name, value: {name: value}})()) as book:
+        book.backward(loss(model, batch))
+        got = book.entries()["2.weight"].sq_norm().sqrt()
+    wanted = [one["2.weight"].double().norm() for one in oracle.per_sample_gradients(model, loss, batch)]
+    torch.testing.assert_close(got.double(), torch.stack(wanted), rtol=1e-3, atol=0)

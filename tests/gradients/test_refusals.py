@@ -133,3 +133,40 @@ def test_a_computed_weight_is_refused():
     model = Standardised(3, 2)
     with pytest.raises(UncoveredError, match=r"\(Standardised\).*\(2, 3\)"), BookKeeper(model) as book:
         book.backward(model(torch.randn(4, 3)).sum(1))
+
+
+def weight_norm(layer):
+    return nn.utils.parametrizations.weight_norm(layer)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("norm", [weight_norm, nn.utils.weight_norm])
+def test_a_computed_weight_is_exact_alone_and_the_remedy_fits_the_batch_size(norm):
+    """wav2vec2's convolution: in a batch of one, autograd's gradient is that of the record."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), norm(nn.Linear(4, 2))).double()
+
+    def loss(model, batch):
+        return model(batch["x"]).square().sum(1)
+
+    assert_exact(model, loss, {"x": torch.randn(1, 3).double()})
+    with pytest.raises(UncoveredError, match="per_device_train_batch_size=1"), BookKeeper(model) as book:
+        book.backward(loss(model, {"x": torch.randn(2, 3).double()}))
+
+
+class Unbatched(nn.Conv1d):
+    """A convolution of the first record alone."""
+
+    def forward(self, x):
+        return super().forward(x[0]).unsqueeze(0)
+
+
+def test_a_layer_without_a_batch_axis_is_exact_alone_and_refused_in_company():
+    model = nn.Sequential(nn.Conv1d(3, 4, 1), Unbatched(4, 2, 1)).double()
+
+    def loss(model, batch):
+        return model(batch["x"]).square().sum((1, 2))
+
+    assert_exact(model, loss, {"x": torch.randn(1, 3, 5).double()})
+    with pytest.raises(UncoveredError, match="`1`.*Remedy"), BookKeeper(model):
+        loss(model, {"x": torch.randn(3, 3, 5).double()})

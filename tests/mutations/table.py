@@ -103,10 +103,10 @@ MUTANTS = (
         "tests/mechanism/test_sampling.py::test_a_transform_of_the_dataset_never_sees_two_records",
     ),
     Mutant(
-        "losses that records share, hidden by half precision",
+        "losses that records share in some forward passes",
         "gradients/selfcheck.py",
-        (("if not difference <= SAME_LOSS:", "if False:"),),
-        "tests/gradients/test_selfcheck.py::test_losses_that_couple_records_are_refused_in_any_precision",
+        (("if not difference <= SAME_LOSS * self.coarse:", "if False:"),),
+        "tests/gradients/test_selfcheck.py::test_models_that_couple_records_are_refused",
     ),
     Mutant(
         "entries of one micro-batch stay in the book for the next",
@@ -125,8 +125,8 @@ MUTANTS = (
         "gradients/persample.py",
         (
             (
-                "return exact.clamp_(min=0).add_(bound, alpha=ROUNDING_UNITS * torch.finfo(exact.dtype).eps)",
-                "return exact.clamp_(min=0)",
+                "total = exact.clamp_(min=0).add_(bound, alpha=ROUNDING_UNITS * limits.eps).add_(lost)",
+                "total = exact.clamp_(min=0)",
             ),
         ),
         "tests/gradients/test_persample.py::test_the_gram_form_never_rounds_a_cancelling_norm_down",
@@ -952,5 +952,125 @@ MUTANTS = (
         "publishing/release.py",
         (("return file in PUBLISHED or", 'return file in PUBLISHED or file.endswith("vocab.json") or'),),
         "tests/publishing/test_release.py::test_every_file_is_decided_by_name",
+    ),
+    # ---- which record a gradient belongs to, and what the self-check compares
+    Mutant(
+        "an axis that the batch size divides is taken for the records",
+        "gradients/layers/attribution.py",
+        (
+            (
+                "        needed = self._needed_on_any_rank(losses.device) if sharded else self._new",
+                "        needed = False",
+            ),
+            (
+                "        found = self._find(tap, ds, queue.pop(0), rank, layout) if queue else None",
+                "        found = 0, False",
+            ),
+        ),
+        "tests/gradients/test_attribution.py::test_refused_by_name_at_every_size_and_exact_alone",
+    ),
+    Mutant(
+        "all records weigh the same in the pass that tells them apart",
+        "gradients/layers/attribution.py",
+        (("    return values[torch.cat(rounds)[:records]].to(like)", "    return torch.ones(records).to(like)"),),
+        "tests/gradients/test_attribution.py::test_refused_by_name_at_every_size_and_exact_alone[distances (T, T)]",
+    ),
+    Mutant(
+        "records on another axis than the first are refused or mixed up",
+        "gradients/layers/tap.py",
+        (("            x = x.movedim(axis, 0)", "            pass"),),
+        "tests/gradients/test_attribution.py::test_exact_at_every_size_in_any_order[time first]",
+    ),
+    Mutant(
+        "a layer without a gradient yet counts as measured",
+        "gradients/layers/attribution.py",
+        (("len(fitting) == 1 and reached > 1", "True"),),
+        "tests/gradients/test_attribution.py::test_what_has_no_gradient_yet_is_measured_later",
+    ),
+    Mutant(
+        "a layout that fits by chance is remembered",
+        "gradients/layers/attribution.py",
+        (("len(fitting) == 1 and reached > 1", "reached > 1"),),
+        "tests/gradients/test_attribution.py::test_a_layout_that_is_not_the_only_one_that_fits_is_not_remembered",
+    ),
+    Mutant(
+        "the order in a flattened axis is measured once only",
+        "gradients/layers/attribution.py",
+        (("            return calls & (calls - 1) != 0", "            return True"),),
+        "tests/gradients/test_attribution.py::test_the_order_in_a_flattened_axis_is_measured_again",
+    ),
+    Mutant(
+        "a layer that is called in two layouts is remembered in the last",
+        "gradients/layers/attribution.py",
+        (("                layout.axis = None", "                layout.axis = axis"),),
+        "tests/gradients/test_attribution.py::test_a_layer_that_is_called_in_two_layouts_is_exact",
+    ),
+    Mutant(
+        "a module that looks at the shape of its parameter gets copies",
+        "gradients/layers/copies.py",
+        (("        if states is not None:", "        if False:"),),
+        "tests/gradients/test_attribution.py::test_a_module_that_looks_at_the_shape_of_its_parameter_is_refused",
+    ),
+    Mutant(
+        "a batch as large as the parameter hides that a module looks at its shape",
+        "gradients/layers/tap.py",
+        (("remember = len(g) not in g.shape[1:]", "remember = True"),),
+        "tests/gradients/test_attribution.py::test_a_module_that_looks_at_the_shape_of_its_parameter_is_refused",
+    ),
+    Mutant(
+        "squares of factors underflow before the Gram product",
+        "gradients/persample.py",
+        (("wide, self.exponent = rescaled(widen(x))", "wide, self.exponent = widen(x), None"),),
+        "tests/gradients/test_persample.py::test_norms_of_factors_whose_squares_are_out_of_range",
+    ),
+    Mutant(
+        "a position whose square underflows is lost from the norm",
+        "gradients/persample.py",
+        ((".add_(lost)", ""),),
+        "tests/gradients/test_persample.py::test_a_position_that_is_tiny_beside_another_is_not_lost",
+    ),
+    Mutant(
+        "the self-check compares norms, not gradients",
+        "gradients/selfcheck.py",
+        (
+            (
+                "        difference = distances(one, two)",
+                "        difference = (run.norms - other.norms).abs().double()",
+            ),
+        ),
+        "tests/gradients/test_selfcheck.py::test_a_change_of_direction_is_seen",
+    ),
+    Mutant(
+        "one seed is tried in training mode",
+        "gradients/selfcheck.py",
+        (
+            ("range(GRADIENT_SEEDS, GRADIENT_SEEDS + LOSS_SEEDS)", "range(0)"),
+            ("GRADIENT_SEEDS = 2", "GRADIENT_SEEDS = 1"),
+        ),
+        "tests/gradients/test_selfcheck.py::test_models_that_couple_records_are_refused",
+    ),
+    Mutant(
+        "the self-check runs in half precision",
+        "gradients/selfcheck.py",
+        (("            x.data = data.float()", "            pass"),),
+        "tests/gradients/test_selfcheck.py::test_models_in_which_padding_moves_gradients_are_refused_in_any_precision",
+    ),
+    Mutant(
+        "the self-check runs under autocast",
+        "gradients/selfcheck.py",
+        (('            model.__dict__["forward"] = model.__dict__["_original_forward"]', "            pass"),),
+        "tests/gradients/test_selfcheck.py::test_the_model_computes_in_float32_whatever_wraps_it",
+    ),
+    Mutant(
+        "rounding of tiny gradients is excused, however much clipping scales it up",
+        "gradients/selfcheck.py",
+        (("floor=min(clip_norm, gamma)", "floor=1.0"),),
+        "tests/gradients/test_selfcheck.py::test_rounding_of_tiny_gradients_is_no_coupling",
+    ),
+    Mutant(
+        "buffers stay as a failed self-check leaves them",
+        "gradients/selfcheck.py",
+        (("                        x.copy_(values[id(x)])", "                        pass"),),
+        "tests/gradients/test_selfcheck.py::test_buffers_and_weights_are_restored_when_the_check_raises",
     ),
 )

@@ -15,10 +15,15 @@ def record(batch: dict, n: int) -> dict:
 def gradient(model, value: torch.Tensor) -> dict[str, torch.Tensor]:
     """Gradient of a scalar by parameter name, zeros where it does not depend on a parameter; the graph is kept."""
     parameters = trainable(model)
-    grads = torch.autograd.grad(value, list(parameters.values()), allow_unused=True, retain_graph=True)
-    return {
-        name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(parameters.items(), grads, strict=True)
-    }
+    before = {name: p.grad for name, p in parameters.items()}
+    try:
+        for p in parameters.values():
+            p.grad = None
+        value.backward(retain_graph=True)  # not autograd.grad, which misses reversible layers
+        return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
+    finally:
+        for name, p in parameters.items():
+            p.grad = before[name]
 
 
 def flat(gradient: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -5,7 +5,9 @@ runs, calls of that function with one of its parameters go to the rule instead. 
 or permutes around the call (Gemma's and BART's embeddings, channel-first norms) needs no rule of its own, and a
 use that no rule knows leaves the parameter in autograd's hands, which the BookKeeper reports as an error.
 
-To add a layer kind: write `rule(tap, *arguments of the function)` in one file here and add it to `RULES`.
+To add a layer kind: write `rule(tap, *arguments of the function)` in one file here and add it to `RULES`. A rule calls
+`tap.announce` in the forward pass. In the backward pass it asks `tap.axis` where the records are, and passes the
+per-sample gradients to `tap.observe`, unless the answer is None.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,12 +24,13 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
+from .attribution import Attribution, UncoveredError
 from .conv import conv
-from .copies import has_relative_bias, relative_bias, run_each, run_with_copies
+from .copies import relative_bias, relative_table, run_each, run_with_copies
 from .embedding import embedding
-from .linear import addmm, linear
+from .linear import addmm, conv1d, linear
 from .norms import group_norm, layer_norm, rms_norm
-from .tap import REMEDY, Tap, UncoveredError
+from .tap import REMEDY, SHARDED_REMEDY, AutogradOnlyError, Tap
 
 RULES: dict[Callable, Callable] = {
     F.linear: linear,
@@ -49,9 +52,10 @@ CONTAINERS = (nn.ParameterDict, nn.ParameterList)
 DIRECT: dict[type[nn.Module], Callable] = {
     nn.Linear: lambda tap, m, input: linear(tap, input, m.weight, m.bias),
     nn.LayerNorm: lambda tap, m, input: layer_norm(tap, input, m.normalized_shape, m.weight, m.bias, m.eps),
+    Conv1D: conv1d,
 }
 
-__all__ = ["REMEDY", "RULES", "Site", "Tap", "UncoveredError", "refusal", "sites"]
+__all__ = ["REMEDY", "RULES", "SHARDED_REMEDY", "Attribution", "Site", "Tap", "UncoveredError", "refusal", "sites"]
 
 
 class _Redirect(TorchFunctionMode):
@@ -65,7 +69,11 @@ class _Redirect(TorchFunctionMode):
         kwargs = kwargs or {}
         rule = RULES.get(func)
         if rule is not None and any(self.tap.name(x) for x in (*args, *kwargs.values()) if isinstance(x, Tensor)):
-            return rule(self.tap, *args, **kwargs)
+            try:
+                return rule(self.tap, *args, **kwargs)
+            except AutogradOnlyError:
+                if not self.tap.lone:  # else autograd's gradient is that of the one record
+                    raise
         return func(*args, **kwargs)
 
 
@@ -85,18 +93,22 @@ class Site:
     def wrap(self, tap: Tap) -> Callable:
         """The replacement of `module.<attribute>`."""
         original, direct = getattr(self.module, self.attribute), DIRECT.get(type(self.module))
-        if direct and self.kind == "function" and self.attribute not in self.module.__dict__:
+        computed = any(name in self.module.__dict__ for name in ("weight", "bias"))  # torch's older weight_norm
+        if direct and self.kind == "function" and self.attribute not in self.module.__dict__ and not computed:
             return partial(direct, tap, self.module)
-        run = {"copies": run_with_copies, "each record": run_each, "relative bias": relative_bias}.get(self.kind)
+        if self.kind == "function":
 
-        def redirected(*args: Any, **kwargs: Any) -> Any:
-            with _Redirect(tap):
-                return original(*args, **kwargs)
+            def redirected(*args: Any, **kwargs: Any) -> Any:
+                with _Redirect(tap):
+                    return original(*args, **kwargs)
+
+            return redirected
+        run = {"copies": run_with_copies, "each record": run_each, "relative bias": relative_bias}[self.kind]
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return run(tap, original, args, kwargs)
 
-        return redirected if run is None else call
+        return call
 
 
 def sites(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Site]:
@@ -105,11 +117,12 @@ def sites(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Site]:
     for path, module in modules:
         if module in taken:
             continue
-        if has_relative_bias(module):
-            table = module.relative_attention_bias
+        table = relative_table(module)
+        if table is not None:
             taken.add(table)
-            if table.weight.requires_grad:
-                yield Site(path, module, {"relative_attention_bias.weight": table.weight}, "relative bias")
+            trained = {f"relative_attention_bias.{name}": p for name, p in table.named_parameters() if p.requires_grad}
+            if trained:
+                yield Site(path, module, trained, "relative bias")
         inside = {}
         for name, child in module._modules.items():  # `named_children` and its like cost more than the look itself
             if isinstance(child, CONTAINERS):  # never called: their owner uses them

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hf_private.gradients.persample import Dense, Outer, widen
 
-from .tap import REMEDY, Tap, UncoveredError
+from .tap import AutogradOnlyError, Tap
 
 
 def patches(x: Tensor, kernel: tuple[int, ...], stride: list[int], padding: list[int], dilation: list[int]) -> Tensor:
@@ -25,25 +25,22 @@ class _Conv(torch.autograd.Function):
     def forward(
         ctx, graph_root, x: Tensor, weight: Tensor, bias, stride, padding, dilation, groups: int, tap: Tap, names
     ):
-        ctx.tap, ctx.names, ctx.geometry, ctx.groups, ctx.dtype = (
-            tap,
-            names,
-            (stride, padding, dilation),
-            groups,
-            x.dtype,
-        )
+        ctx.tap, ctx.names, ctx.geometry = tap, names, (stride, padding, dilation)
+        ctx.groups, ctx.dtype = groups, x.dtype
         ctx.save_for_backward(x, weight)
         return torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple:
+    def backward(ctx, *grad_outputs: Tensor) -> tuple:
+        (dy,) = grad_outputs
         x, weight = ctx.saved_tensors
         stride, padding, dilation = ctx.geometry
         weight_name, bias_name = ctx.names
         records, flat = ctx.tap.batch_size, dy.flatten(2)  # (B, out, positions)
-        if bias_name:
+        axis = ctx.tap.axis(ctx.names, dy, 1)
+        if bias_name and axis is not None:
             ctx.tap.observe(bias_name, Dense(widen(flat).sum(2).view(records, -1, flat.shape[1]).sum(1)))
-        if weight_name:
+        if weight_name and axis is not None:
             a = patches(x, weight.shape[2:], stride, padding, dilation)
             if ctx.groups == 1:
                 value = Outer(ctx.tap.rows(flat.transpose(1, 2)), ctx.tap.rows(a.flatten(2)), weight.shape)
@@ -80,8 +77,9 @@ def conv(
     """Rule for `F.conv1d`, `F.conv2d`, `F.conv3d`: input (B, in, ...), weight (out, in / groups, ...)."""
     spatial = weight.dim() - 2
     if input.dim() != spatial + 2 or input.shape[0] % tap.batch_size:
-        raise UncoveredError(
-            f"`{tap.path}` got an input of shape {tuple(input.shape)} without the records in front. Remedy: {REMEDY}."
+        raise AutogradOnlyError(
+            f"`{tap.path}` got an input of shape {tuple(input.shape)} without the records in front."
+            f" Remedy: {tap.remedy}."
         )
     stride, dilation = ([s] * spatial if isinstance(s, int) else list(s) for s in (stride, dilation))
     if padding == "same":
@@ -91,6 +89,7 @@ def conv(
         padding = 0
     padding = [padding] * spatial if isinstance(padding, int) else list(padding)
     names = (tap.name(weight), tap.name(bias))
+    tap.announce(names, input.shape[:1])
     return _Conv.apply(
         tap.graph_root, input, tap.detached(weight), tap.detached(bias), stride, padding, dilation, groups, tap, names
     )

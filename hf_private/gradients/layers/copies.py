@@ -13,14 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import get_device_states, set_device_states
 
-from .tap import REMEDY, Tap, UncoveredError, copies
+from .attribution import UncoveredError
+from .tap import Tap, copies
 
 
 @contextmanager
 def swapped(tap: Tap, replacements: Mapping[str, Tensor]) -> Iterator[None]:
     """Let `tap.module` see other tensors in place of its parameters, for the length of one call."""
-    owners = {}
+    owners: dict[str, tuple[dict[str, Any], str]] = {}
     for local in replacements:
         owner, _, leaf = local.rpartition(".")
         owners[local] = (tap.module.get_submodule(owner)._parameters, leaf)
@@ -39,9 +42,10 @@ def _first_tensor(args: tuple, kwargs: dict) -> Tensor | None:
 
 
 def _refuse(tap: Tap, error: Exception) -> UncoveredError:
+    names = ", ".join(f"`{name}`" for name in tap.names.values())
     return UncoveredError(
-        f"`{tap.path}` ({type(tap.module).__name__}) cannot run with one copy of {', '.join(tap.names)} per record "
-        f"({str(error).splitlines()[0]}). Remedy: {REMEDY}."
+        f"{names}: {type(tap.module).__name__} cannot run with one copy per record "
+        f"({str(error).splitlines()[0]}). Remedy: {tap.remedy}."
     )
 
 
@@ -52,8 +56,9 @@ def run_with_copies(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> A
     x = _first_tensor(args, kwargs)
     axes = 1 if x is None else x.dim()
     records = tap.batch_size
-    flattened = x is not None and x.shape[0] != records
-    if flattened:
+    flattened = False
+    if x is not None and x.shape[0] != records:
+        flattened = True
         if len(args) != 1 or kwargs or x.shape[0] % records:
             raise _refuse(tap, ValueError(f"its input of shape {tuple(x.shape)} does not have the records in front"))
         args, axes = (x.unflatten(0, (records, -1)),), axes + 1
@@ -64,13 +69,43 @@ def run_with_copies(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> A
             return copy.squeeze(1)  # a class token or learned positions: (1, ...) stood for the batch
         return copy.view(records, *[1] * (axes - copy.dim()), *copy.shape[1:])
 
+    known = [not tap.announce((name,), torch.Size([records])) for name in tap.names.values()]
     replacements = {local: aligned(local) for local in tap.names}
+    states = None if all(known) else _random_states(x)
     try:
         with swapped(tap, replacements):
             y = forward(*args, **kwargs)
+        if states is not None:
+            _check_output(tap, forward, args, kwargs, y, states)
     except (RuntimeError, IndexError) as error:
-        raise _refuse(tap, error) from error
+        raise error if isinstance(error, UncoveredError) else _refuse(tap, error) from error
     return y.flatten(0, 1) if flattened else y
+
+
+def _random_states(x: Tensor | None) -> tuple:
+    return torch.get_rng_state(), *get_device_states(x)
+
+
+def _check_output(tap: Tap, forward: Callable, args: tuple, kwargs: dict, y: Any, states: tuple) -> None:
+    """Run a module again without copies, the first time that it is seen: what it computes must not change.
+
+    It would if the module looks at the shape of its parameter. `Attribution` cannot see that: each record's gradient
+    is then a function of this record, but not its gradient.
+    """
+    if tap.book.sharded and any(tap.module.children()):
+        return  # gathers weights, which all ranks must do together
+    cpu, devices, device_states = states
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        torch.set_rng_state(cpu)
+        set_device_states(devices, device_states)
+        plain = forward(*args, **kwargs)
+    for copied, expected in zip(tree_leaves(y), tree_leaves(plain), strict=True):
+        if isinstance(copied, Tensor) and copied.is_floating_point() and not copied.is_meta:
+            limit = torch.finfo(copied.dtype).eps ** 0.5
+            if copied.shape != expected.shape or not torch.allclose(
+                copied, expected, rtol=limit, atol=limit * float(expected.abs().max()), equal_nan=True
+            ):
+                raise RuntimeError("its output changes")
 
 
 def run_each(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> Any:
@@ -91,7 +126,7 @@ def run_each(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> Any:
         replacements = {local: copies(tap, local) for local in tap.names}
         return torch.vmap(one, randomness="different")(replacements, *(args[i] for i in mapped))
     except (RuntimeError, AttributeError) as error:
-        raise _refuse(tap, error) from error
+        raise error if isinstance(error, UncoveredError) else _refuse(tap, error) from error
 
 
 def relative_bias(tap: Tap, compute_bias: Callable, args: tuple, kwargs: dict) -> Tensor:
@@ -106,7 +141,8 @@ def relative_bias(tap: Tap, compute_bias: Callable, args: tuple, kwargs: dict) -
     return torch.vmap(one)({local: copies(tap, local) for local in tap.names})
 
 
-def has_relative_bias(module: nn.Module) -> bool:
+def relative_table(module: nn.Module) -> nn.Embedding | None:
     """T5 and its relatives: an embedding of distances, looked up by `compute_bias(query_length, key_length)`."""
     table = module._modules.get("relative_attention_bias")
-    return isinstance(table, nn.Embedding) and callable(getattr(module, "compute_bias", None))
+    known = isinstance(table, nn.Embedding) and callable(getattr(module, "compute_bias", None))
+    return table if known else None

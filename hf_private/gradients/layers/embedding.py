@@ -1,4 +1,4 @@
-"""Embeddings: rows picked by index, also when position ids come as one row for the whole batch."""
+"""Embeddings: rows that are picked by index, also where one row of position ids serves the whole batch."""
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +19,13 @@ class _Embedding(torch.autograd.Function):
         return F.embedding(index, weight)
 
     @staticmethod
-    def backward(ctx, ds: Tensor) -> tuple:
+    def backward(ctx, *grad_outputs: Tensor) -> tuple:
+        (ds,) = grad_outputs
         (index,) = ctx.saved_tensors
-        index = ctx.tap.rows(index.unsqueeze(-1)).squeeze(-1)
-        ds = ds.reshape(*index.shape, ds.shape[-1])
+        axis = ctx.tap.axis((ctx.parameter,), ds, index.dim())
+        if axis is None:
+            return None, None, None, None, None, None
+        index, ds = ctx.tap.rows(index.unsqueeze(-1), axis).squeeze(-1), ctx.tap.rows(ds, axis)
         if ctx.padding_idx is not None:
             ds = ds.masked_fill((index == ctx.padding_idx % ctx.shape[0]).unsqueeze(-1), 0)
         ctx.tap.observe(ctx.parameter, Rows(index, ds, ctx.shape))
@@ -39,14 +42,33 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Rule for `F.embedding`: input (B, ...) or (1, ...), weight (vocabulary, d)."""
+    """Rule for `F.embedding`: input (B, ...), or positions (1, T) or (T,) for all records, weight (vocabulary, d)."""
     if max_norm is not None or scale_grad_by_freq:
         option = "max_norm" if max_norm is not None else "scale_grad_by_freq"
         raise UncoveredError(
             f"`{tap.path}` has `{option}`, which lets records meet. Remedy: build it without, or freeze it."
         )
+    name = tap.name(weight)
+    # Position ids of shape (1, T) or (T,): autograd would sum over the batch before the rule sees the gradient.
+    if input.dim() == 1 and tap.batch_size > 1 and _positions(tap, name, input):
+        input = input.unsqueeze(0)
     if input.dim() > 1 and input.shape[0] == 1 and tap.leading > 1:
-        # Position ids of shape (1, T): autograd would sum over the batch before the rule sees the gradient.
         input = input.expand(tap.leading, *input.shape[1:])
         tap.book.expanded.add(tap.path)
-    return _Embedding.apply(tap.graph_root, input, tap.detached(weight), padding_idx, tap, tap.name(weight))
+    tap.announce((name,), input.shape)
+    return _Embedding.apply(tap.graph_root, input, tap.detached(weight), padding_idx, tap, name)
+
+
+def _positions(tap: Tap, name: str | None, index: Tensor) -> bool:
+    """Whether ids (T,) are positions for all records, and not one id or several for each: consecutive numbers.
+
+    `Attribution` refuses a wrong guess, and remembers a right one.
+    """
+    if tap.knows((name,), rank=1) or index.is_meta:
+        return False
+    if tap.knows((name,), rank=2):
+        return True
+    found = len(index) > 1 and bool((index.diff() == 1).all())
+    if found and name is not None:
+        tap.book.guessed.add(name)
+    return found

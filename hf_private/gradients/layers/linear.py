@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.pytorch_utils import Conv1D
 
 from hf_private.gradients.persample import Dense, Outer, widen
 
@@ -21,17 +22,20 @@ class _Linear(torch.autograd.Function):
         ctx.recompute = recompute_fn(x) if tap.book.drops_inputs else None
         # A bias alone (BiTFiT) needs no input.
         ctx.save_for_backward(x if names[0] and ctx.recompute is None else None, weight)
-        return F.linear(x, weight.t() if in_first else weight, bias)
+        y = F.linear(x, weight.t() if in_first else weight, bias)
+        # Autograd refuses a view here if the model changes it in place (Longformer divides its queries).
+        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
-    def backward(ctx, ds: Tensor) -> tuple:
+    def backward(ctx, *grad_outputs: Tensor) -> tuple:
+        (ds,) = grad_outputs
         x, weight = ctx.saved_tensors
         weight_name, bias_name = ctx.names
-        rows = ctx.tap.rows(ds)
-        if bias_name:
-            ctx.tap.observe(bias_name, Dense(widen(rows).sum(1)))
-        if weight_name:
-            a = ctx.tap.rows(ctx.recompute() if ctx.recompute else x)
+        axis = ctx.tap.axis(ctx.names, ds, ds.dim() - 1)
+        if bias_name and axis is not None:
+            ctx.tap.observe(bias_name, Dense(widen(ctx.tap.rows(ds, axis)).sum(1)))
+        if weight_name and axis is not None:
+            rows, a = ctx.tap.rows(ds, axis), ctx.tap.rows(ctx.recompute() if ctx.recompute else x, axis)
             left, right = (a, rows) if ctx.in_first else (rows, a)
             ctx.tap.observe(weight_name, Outer(left, right))
         dx = None
@@ -44,10 +48,20 @@ class _Linear(torch.autograd.Function):
 def linear(tap: Tap, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Rule for `F.linear`: input (..., in), weight (out, in)."""
     names = (tap.name(weight), tap.name(bias))
+    tap.announce(names, input.shape[:-1])
     return _Linear.apply(tap.graph_root, input, tap.detached(weight), tap.detached(bias), tap, names, False)
+
+
+def conv1d(tap: Tap, module: Conv1D, input: Tensor) -> Tensor:
+    """Rule for Hugging Face's Conv1D itself, which flattens its input (..., in) around `torch.addmm`."""
+    weight, bias = module.weight, module.bias
+    names = (tap.name(weight), tap.name(bias))
+    tap.announce(names, input.shape[:-1])
+    return _Linear.apply(tap.graph_root, input, tap.detached(weight), tap.detached(bias), tap, names, True)
 
 
 def addmm(tap: Tap, input: Tensor, mat1: Tensor, mat2: Tensor) -> Tensor:
     """Rule for `torch.addmm(bias, x, weight)`: x (B*T, in), weight (in, out)."""
     names = (tap.name(mat2), tap.name(input))
+    tap.announce(names, mat1.shape[:-1])
     return _Linear.apply(tap.graph_root, mat1, tap.detached(mat2), tap.detached(input), tap, names, True)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hf_private.gradients.persample import Dense, widen
 
-from .tap import Tap, _Copies
+from .tap import AutogradOnlyError, Tap, copied
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -20,18 +20,20 @@ class _LayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple:
+    def backward(ctx, *grad_outputs: Tensor) -> tuple:
+        (dy,) = grad_outputs
         x, mean, rstd, weight, bias = ctx.saved_tensors
         weight_name, bias_name = ctx.names
         features = len(ctx.shape)
-        rows = ctx.tap.rows(widen(dy).flatten(-features))
-        if weight_name:
+        axis = ctx.tap.axis(ctx.names, dy, dy.dim() - features)
+        rows = None if axis is None else ctx.tap.rows(widen(dy).flatten(-features), axis)
+        if weight_name and rows is not None:
             wide = widen(x)
             one, zero = wide.new_ones(ctx.shape), wide.new_zeros(ctx.shape)  # without them it takes twice as long
             x_hat = torch.native_layer_norm(wide, ctx.shape, one, zero, ctx.eps)[0]
-            g = ctx.tap.rows(x_hat.flatten(-features)).mul_(rows).sum(1)
+            g = ctx.tap.rows(x_hat.flatten(-features), axis).mul_(rows).sum(1)
             ctx.tap.observe(weight_name, Dense(g.view(-1, *ctx.shape)))
-        if bias_name:
+        if bias_name and rows is not None:
             ctx.tap.observe(bias_name, Dense(rows.sum(1).view(-1, *ctx.shape)))
         dx = None
         if ctx.needs_input_grad[1]:
@@ -51,6 +53,7 @@ def layer_norm(
 ) -> Tensor:
     """Rule for `F.layer_norm`: input (..., *normalized_shape)."""
     names = (tap.name(weight), tap.name(bias))
+    tap.announce(names, input.shape[: input.dim() - len(normalized_shape)])
     weight, bias = tap.detached(weight), tap.detached(bias)
     if weight is not None and weight.dtype != input.dtype:  # autocast: half-precision input, float32 weights
         input = input.to(weight.dtype)
@@ -65,7 +68,12 @@ def _affine(tap: Tap, y: Tensor, parameter: Tensor | None, first_axis: int, add:
     copy = tap.detached(parameter)
     batch = tap.batch_size if name else 1
     if name:
-        copy = _Copies.apply(tap.graph_root, copy, tap, name)
+        copy = copied(tap, copy, name)
+        if y.shape[0] % batch or first_axis == 0:
+            raise AutogradOnlyError(
+                f"`{tap.path}` ({type(tap.module).__name__}) got an input of shape {tuple(y.shape)} in a batch of"
+                f" {batch} records, which are not in front. Remedy: {tap.remedy}."
+            )
         y = y.reshape(batch, -1, *y.shape[1:])  # flattened records (N * T, ...) get their own axis back
     else:
         y, copy = y.unsqueeze(0), copy.unsqueeze(0)

@@ -1,11 +1,19 @@
-"""What a rule sees of the book: the records' number, a scalar that keeps the graph alive, and where to write."""
+"""What a rule sees of the book: the records, a scalar that keeps the graph alive, and where to write."""
 
-from typing import Protocol
+from typing import Protocol, overload
 
 import torch
 from torch import Tensor, nn
 
 from hf_private.gradients.persample import Dense, PerSample
+
+from .attribution import Attribution, Names, UncoveredError
+
+FREEZE = "freeze it (`parameter.requires_grad_(False)`)"
+REMEDY = (
+    f"{FREEZE}, or use micro-batches of one record (`per_device_train_batch_size=1`), where every parameter is exact"
+)
+SHARDED_REMEDY = f"{FREEZE}, or use DDP and micro-batches of one"
 
 
 class Book(Protocol):
@@ -13,8 +21,10 @@ class Book(Protocol):
 
     graph_root: Tensor
     leading: int
-    expanded: set[str]
+    expanded: set[str]  # paths of embeddings whose positions (1, T) became (N, T)
+    guessed: set[str]  # parameters whose ids (T,) were taken for positions for the first time
     sharded: bool
+    attribution: Attribution
 
     @property
     def batch_size(self) -> int: ...
@@ -23,21 +33,19 @@ class Book(Protocol):
     def observe(self, name: str, value: PerSample) -> None: ...
 
 
-class UncoveredError(RuntimeError):
-    """A trainable parameter is used in a way whose per-sample gradient is not covered exactly."""
-
-
-REMEDY = (
-    "freeze it (`parameter.requires_grad_(False)`), or use micro-batches of one record "
-    "(`per_device_train_batch_size=1`), where every parameter is exact"
-)
+class AutogradOnlyError(UncoveredError):
+    """A use that no rule covers, but autograd does in a batch of one: its gradient is that of the one record."""
 
 
 class Tap:
     """Connects one module (its trainable parameters, by attribute name) with the book's entries (by full name)."""
 
     def __init__(self, book: Book, module: nn.Module, path: str, names: dict[str, str]) -> None:
-        self.book, self.module, self.path, self.names = book, module, path, names
+        self.book = book
+        self.module = module
+        self.path = path
+        self.names = names
+        self.layouts = book.attribution.layouts(module)
         places = [(local, *local.rpartition(".")[::2]) for local in names]
         self._places = {local: (module.get_submodule(owner)._parameters, leaf) for local, owner, leaf in places}
 
@@ -60,6 +68,13 @@ class Tap:
         """Length of the leading axis inside the model: the records, times the choices of a multiple-choice head."""
         return self.book.leading
 
+    @property
+    def remedy(self) -> str:
+        """What helps against a refusal here: in a batch of one, not a batch of one."""
+        if self.book.sharded:
+            return SHARDED_REMEDY
+        return FREEZE if self.batch_size == 1 else REMEDY
+
     def name(self, tensor: Tensor | None) -> str | None:
         """The book's name of a trainable parameter of this module, None for any other tensor.
 
@@ -72,36 +87,59 @@ class Tap:
 
     def parameter(self, local: str) -> Tensor:
         parameters, leaf = self._places[local]
-        return parameters[leaf]
+        parameter = parameters[leaf]
+        assert parameter is not None, "a tap is for parameters that exist"
+        return parameter
 
+    @overload
+    def detached(self, tensor: Tensor) -> Tensor: ...
+    @overload
+    def detached(self, tensor: Tensor | None) -> Tensor | None: ...
     def detached(self, tensor: Tensor | None) -> Tensor | None:
         """`tensor` outside the graph: a parameter of this module, or one that is frozen."""
         if tensor is None:
             return None
         if tensor.requires_grad and self.name(tensor) is None:
-            raise UncoveredError(
+            raise AutogradOnlyError(
                 f"`{self.path}` ({type(self.module).__name__}) computes a weight of shape {tuple(tensor.shape)} from "
-                f"trainable parameters before it is used. Remedy: {REMEDY}."
+                f"trainable parameters before it is used. Remedy: {self.remedy}."
             )
         return tensor.detach()
 
     def observe(self, name: str, value: PerSample) -> None:
         self.book.observe(name, value)
 
-    def rows(self, x: Tensor) -> Tensor:
-        """View `x` (leading axes, features) as (N, T, features), records first.
+    def announce(self, names: Names, leading: torch.Size) -> bool:
+        """Tell the book, in the forward pass, of a use whose output has the axes `leading`, then features.
 
-        The leading axis is the batch, or the batch flattened with what follows it (OPT's tokens, the choices of a
-        multiple-choice head); anything else has lost the records and is refused.
+        Returns whether it is new.
+        """
+        return self.book.attribution.announce(self, names, leading)
+
+    def knows(self, names: Names, rank: int) -> bool:
+        """Whether a use of these parameters with `rank` axes before the features was measured."""
+        return self.book.attribution.knows(self, names, rank)
+
+    def axis(self, names: Names, ds: Tensor, rank: int, remember: bool = True) -> int | None:
+        """The axis among the first `rank` of an output gradient that holds the records; None: write nothing."""
+        return self.book.attribution.axis(self, names, ds, rank, remember)
+
+    def rows(self, x: Tensor, axis: int = 0) -> Tensor:
+        """View `x` (leading axes, features) as (N, T, features), for records on `axis`.
+
+        The axis holds one entry of each record, or several, one record after the other (OPT's tokens, the choices of a
+        multiple-choice head). That it does is measured by `Attribution`.
         """
         batch = self.batch_size
+        if axis:
+            x = x.movedim(axis, 0)
         if x.dim() == 3 and x.shape[0] == batch:
             return x
-        if x.dim() >= 2 and x.shape[0] % batch == 0 and x.shape[0] > 0:
+        if x.shape[0] % batch == 0 and x.shape[0] > 0:
             return x.reshape(batch, -1, x.shape[-1])
         raise UncoveredError(
             f"`{self.path}` ({type(self.module).__name__}) got an input of shape {tuple(x.shape)} in a batch of "
-            f"{batch} records: its first axis does not hold the records. Remedy: {REMEDY}."
+            f"{batch} records: no axis holds the records. Remedy: {self.remedy}."
         )
 
 
@@ -114,11 +152,21 @@ class _Copies(torch.autograd.Function):
         return parameter.unsqueeze(0).repeat(tap.batch_size, *[1] * parameter.dim())
 
     @staticmethod
-    def backward(ctx, g: Tensor) -> tuple:
-        ctx.tap.observe(ctx.parameter, Dense(g))
+    def backward(ctx, *grad_outputs: Tensor) -> tuple:
+        (g,) = grad_outputs
+        # A module that looks at the shape of its parameter shows that only if N is none of the parameter's lengths.
+        remember = len(g) not in g.shape[1:]
+        if ctx.tap.axis((ctx.parameter,), g, rank=1, remember=remember) is not None:
+            ctx.tap.observe(ctx.parameter, Dense(g))
         return None, None, None, None
 
 
 def copies(tap: Tap, local: str) -> Tensor:
     """`tap`'s parameter, once per record: (N, *shape)."""
-    return _Copies.apply(tap.graph_root, tap.parameter(local).detach(), tap, tap.names[local])
+    return copied(tap, tap.parameter(local).detach(), tap.names[local])
+
+
+def copied(tap: Tap, parameter: Tensor, name: str) -> Tensor:
+    """A parameter of `tap` by its full name, once per record: (N, *shape)."""
+    tap.announce((name,), torch.Size([tap.batch_size]))
+    return _Copies.apply(tap.graph_root, parameter, tap, name)
