@@ -36,13 +36,16 @@ REFUSED = {
     "MambaForCausalLM": (SIZE | dict(state_size=4), "A_log`"),
     "DebertaForSequenceClassification": (
         SIZE | dict(relative_attention=True, pos_att_type=["c2p", "p2c"]),
-        "attention.self`.*q_bias",
+        "attention.self.q_bias`",
     ),
     "SwinForImageClassification": (
         dict(image_size=16, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=4),
         "relative_position_bias_table`",
     ),
-    "ResNetForImageClassification": (dict(embedding_size=8, hidden_sizes=[8, 12], depths=[1, 1]), "running_mean`"),
+    "ResNetForImageClassification": (
+        dict(embedding_size=8, hidden_sizes=[8, 12], depths=[1, 1]),
+        "num_batches_tracked`",
+    ),
 }
 
 
