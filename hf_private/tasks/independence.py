@@ -1,7 +1,7 @@
-"""Where records would meet: settings of a model and batches in which one record's loss depends on its neighbours.
+"""Refuses models and batches in which a record's loss depends on the other records of its batch.
 
-The bound on a record's influence holds only if its gradient is a function of this record alone. What is known to break
-that is refused here, by name; what nobody has listed is left to the self-check.
+The bound on a record's influence holds only if its gradient is a function of this record alone. This module refuses
+the known violations by name; the self-check finds the others.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ PACKING_KEYS = frozenset(
 
 
 def refuse_model(base: nn.Module, own_loss: bool) -> None:
-    """Settings under which a model's rows are not independent, or its objective is not the head's."""
+    """Refuse settings that make a model's rows depend on each other, or change its objective."""
     config = getattr(base, "config", None)
     name = type(base).__name__
     if own_loss and hasattr(base, "_loss_function"):  # where the setter of `model.loss_function` keeps it
@@ -26,7 +26,7 @@ def refuse_model(base: nn.Module, own_loss: bool) -> None:
     if getattr(config, "output_router_logits", False):
         raise ValueError(
             f"`output_router_logits` must be False, got True ({name}). The load-balancing loss couples all records of "
-            "a batch and is never added; set model.config.output_router_logits = False to say that you know."
+            "a batch, so it is never added. Set model.config.output_router_logits = False."
         )
     if getattr(config, "sparse_prediction", False):
         raise ValueError(
@@ -41,10 +41,10 @@ def refuse_model(base: nn.Module, own_loss: bool) -> None:
 
 
 def rope_limit(config: Any) -> int | None:
-    """Number of tokens from which on the longest record of a batch turns the positions of all others; None for never.
+    """Number of tokens beyond which the longest record of a batch changes the positions of the others, or None.
 
-    Rotary embeddings of the kinds "dynamic" and "longrope" choose their frequencies by the largest position in a batch
-    (and "dynamic" keeps them for the batches that follow), once it is beyond the length of the pretraining.
+    Rotary embeddings of the kinds "dynamic" and "longrope" choose their frequencies by the largest position in a
+    batch once it exceeds the pretraining length ("dynamic" also keeps them for later batches).
     """
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -59,7 +59,7 @@ def rope_limit(config: Any) -> int | None:
 
 
 def refuse_batch(base: nn.Module, head: Head | None, inputs: dict[str, Any], labels: dict[str, Tensor]) -> None:
-    """Batches in which a row is not a record, or in which a record's loss moves with its neighbours' lengths."""
+    """Refuse batches whose rows are not records, or in which a record's loss depends on its neighbours' lengths."""
     packed = sorted(PACKING_KEYS & inputs.keys())
     if packed:
         raise ValueError(f"`batch` must hold one record per row, got packed sequences ({packed}). Pad instead.")
@@ -80,7 +80,7 @@ def refuse_batch(base: nn.Module, head: Head | None, inputs: dict[str, Any], lab
         if length > limit:
             raise ValueError(
                 f"`input_ids` must have at most {limit} tokens for {type(base).__name__}, got {length}: beyond that,"
-                " its rotary embeddings turn with the longest record of a batch. Truncate records to that length."
+                " its rotary embeddings depend on the longest record of a batch. Truncate records to that length."
             )
     if positions is not None:
         restarts = positions[..., 1:] <= positions[..., :-1]

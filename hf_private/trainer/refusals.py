@@ -1,4 +1,4 @@
-"""Trainer settings that a private run has to refuse, each with its reason and a remedy."""
+"""Trainer settings that a private run refuses, each with its reason and a remedy."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -19,7 +19,12 @@ class Refusal(NamedTuple):
 
 def _parallel(args: TrainingArguments) -> bool:
     plan = args.parallelism_config
-    return plan is not None and max(plan.tp_size, plan.cp_size, plan.sp_size) > 1
+    return plan is not None and any((size or 1) > 1 for size in (plan.tp_size, plan.cp_size, plan.sp_size))
+
+
+def _fsdp1(args: TrainingArguments) -> bool:
+    settings = args.fsdp_config if isinstance(args.fsdp_config, dict) else {}
+    return bool(args.fsdp) and int(settings.get("version", 2)) == 1
 
 
 REFUSED_ARGS = (
@@ -33,7 +38,7 @@ REFUSED_ARGS = (
     Refusal(
         "gradient_accumulation_steps",  # the loop's own, which DPTrainer sets to 1
         lambda a: a.gradient_accumulation_steps != 1,
-        "each step of the loop is a whole private step, and all but the last would be thrown away",
+        "each step of the loop is a whole private step, and all but the last would be discarded",
         "Set it before DPTrainer is built, or set `expected_batch_size` of DPConfig.",
     ),
     Refusal(
@@ -48,27 +53,27 @@ REFUSED_ARGS = (
     Refusal("deepspeed", lambda a: bool(a.deepspeed), "it owns backward and the gradients", "Use DDP or FSDP2."),
     Refusal(
         "fsdp",
-        lambda a: bool(a.fsdp) and int((a.fsdp_config or {}).get("version", 2)) == 1,
-        "FSDP1 flattens parameters, so that layers cannot be told apart",
+        _fsdp1,
+        "FSDP1 flattens parameters, so gradients of single layers are not available",
         "Use FSDP2: fsdp_config={'version': 2}.",
     ),
     Refusal("parallelism_config", _parallel, "records are split over devices", "Use data parallelism only."),
     Refusal(
         "n_gpu",
         lambda a: a.n_gpu > 1,
-        "nn.DataParallel splits batches behind the accountant's back",
-        "Launch one process per GPU (torchrun, accelerate launch), or show one GPU only.",
+        "nn.DataParallel splits each batch over devices, and gradients of single records are lost",
+        "Launch one process per GPU (torchrun, accelerate launch), or make one GPU visible.",
     ),
     Refusal(
         "auto_find_batch_size",
         lambda a: a.auto_find_batch_size,
-        "it restarts training in the middle",
+        "it restarts training after an error, with the same noise",
         "Lower per_device_train_batch_size; with a fixed `expected_batch_size` it only changes speed and memory.",
     ),
     Refusal(
         "skip_memory_metrics",
         lambda a: not a.skip_memory_metrics,
-        "it logs the peak of memory, which the longest private record decides",
+        "it logs the peak of memory, which depends on the longest private record",
         "Leave it at True.",
     ),
     Refusal(
@@ -111,7 +116,7 @@ REFUSED_ARGS = (
 
 
 def _launched() -> Iterator[str]:
-    """What `accelerate launch` has set up without TrainingArguments knowing of it."""
+    """Settings of `accelerate launch`, which TrainingArguments does not show."""
 
     def on(name: str) -> bool:
         return os.environ.get(name, "").lower() in ("1", "true", "yes")
@@ -126,8 +131,8 @@ def _launched() -> Iterator[str]:
         )
     if on("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
         yield (
-            "`fsdp_version` = 1 cannot be combined with privacy: FSDP1 flattens parameters, so that layers cannot be"
-            " told apart. Launch with fsdp_version: 2."
+            "`fsdp_version` = 1 cannot be combined with privacy: FSDP1 flattens parameters, so gradients of single"
+            " layers are not available. Launch with fsdp_version: 2."
         )
 
 
@@ -139,7 +144,7 @@ def refusals(
     compute_loss_func: Any = None,
     custom_compute_loss: bool = False,
 ) -> Iterator[str]:
-    """Why this Trainer cannot run privately: one line for each setting, with its reason and a remedy."""
+    """Why this Trainer cannot run privately: one line per setting, with its reason and a remedy."""
     for name, applies, reason, remedy in REFUSED_ARGS:
         if applies(args):
             yield f"`{name}` = {getattr(args, name)!r} cannot be combined with privacy: {reason}. {remedy}"
@@ -159,7 +164,7 @@ def refusals(
     if isinstance(data_collator, DataCollatorWithFlattening) or getattr(data_collator, "padding_free", False):
         yield (
             f"`data_collator` = {type(data_collator).__name__} cannot be combined with privacy: it packs several"
-            " records into one row, so that their gradients cannot be told apart. Use a collator that pads, such as"
+            " records into one row, so their gradients cannot be separated. Use a collator that pads, such as"
             " DataCollatorWithPadding."
         )
     tokenizer = getattr(data_collator, "tokenizer", None)
