@@ -17,6 +17,10 @@ from hf_private.randomness import reseed_global
 from .losses import LABEL_NAMES
 
 
+class CollatorError(ValueError):
+    """The data collator makes records depend on each other, or does not return one row per record."""
+
+
 class LogicalBatch:
     """One Poisson draw (this rank's share of it) as a list of collated micro-batches, possibly none.
 
@@ -80,7 +84,7 @@ class LogicalCollator:
             for name, value in batch.items():
                 shape = getattr(value, "shape", ())
                 if shape and shape[0] != len(records) and (name in self.rows_of or len(records) > 1):
-                    raise ValueError(
+                    raise CollatorError(
                         f"`data_collator` must return one row for each record, got {shape[0]} rows of `{name}` for"
                         f" {len(records)} records. Do not pack or split records in it: cut the dataset into records"
                         " that fit, and set `records_per_unit` to the largest number that one person then has. What"
@@ -97,8 +101,10 @@ def refuse_unmarked_padding(records: Sequence[Any], batch: Mapping[str, Any]) ->
     A collator may add tokens (an end of text), but no more to any record than to the longest one. For inputs that are
     not tokens, the larger of two records must have the larger mask.
     """
+    if not all(isinstance(record, Mapping) and "input_ids" in record for record in records):
+        _refuse_unknown_lengths(records, batch)
     if not all(isinstance(record, Mapping) for record in records):
-        return  # tokens are made in the collator: how many belong to a record is not known
+        return
     sizes = {name: [_tokens(record.get(name)) for record in records] for name in records[0] if name in batch}
     lengths = sizes.get("input_ids", [])
     aligned = ("input_ids", *LABEL_NAMES, *(name for name in sizes if sizes[name] == lengths))
@@ -106,7 +112,7 @@ def refuse_unmarked_padding(records: Sequence[Any], batch: Mapping[str, Any]) ->
         if len(set(values)) > 1 and name not in aligned and not name.startswith("decoder_"):
             masks = [batch[other] for other in batch if other.endswith("mask") and other not in aligned]
             if not any(_grows(_marks(mask, len(records)), values) for mask in masks):
-                raise ValueError(
+                raise CollatorError(
                     f"`data_collator` must return a mask beside `{name}`, whose size is not the same in all records,"
                     " got none that grows with it: padding would count as content. Use a collator that masks what it"
                     " pads, bring the records to one size beforehand, or set `per_device_train_batch_size=1`."
@@ -114,17 +120,31 @@ def refuse_unmarked_padding(records: Sequence[Any], batch: Mapping[str, Any]) ->
     if len(set(lengths)) <= 1:
         return
     if (mask := batch.get("attention_mask")) is None:
-        raise ValueError(
+        raise CollatorError(
             "`data_collator` must return an `attention_mask` for records of different lengths, got none: padding would"
             " count as text. Use a collator that pads and masks, such as DataCollatorWithPadding."
         )
     added = [marked - length for marked, length in zip(_marks(mask, len(records)), lengths, strict=True)]
     most = max(0, added[lengths.index(max(lengths))])
     if max(added) > most:
-        raise ValueError(
+        raise CollatorError(
             f"`attention_mask` must be 0 at padding, got a record of {lengths[added.index(max(added))]} tokens with"
             f" {max(added)} more in its mask: they would count as text. Let the collator mask what it pads."
         )
+
+
+def _refuse_unknown_lengths(records: Sequence[Any], batch: Mapping[str, Any]) -> None:
+    """Where the collator makes the tokens, their number in each record is not known: a mask has to tell it."""
+    if len(records) == 1 or "input_ids" not in batch or any(name.endswith("mask") for name in batch):
+        return
+    shapes = {getattr(record, "shape", None) for record in records}
+    if len(shapes) == 1 and None not in shapes:  # tensors of one shape
+        return
+    raise CollatorError(
+        "`data_collator` must return an `attention_mask` beside `input_ids`, got none: the records may have different"
+        " lengths, and padding would count as text. Return the tokenizer's `attention_mask`, and labels of -100 where"
+        " it is 0."
+    )
 
 
 def _marks(mask: Any, records: int) -> list[int]:

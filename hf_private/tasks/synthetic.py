@@ -156,8 +156,8 @@ def _labels(
     return {"labels": labels.masked_fill(ignored, IGNORE_INDEX)}
 
 
-def _tokens(base: Any, shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """Ids drawn from the vocabulary without its special tokens."""
+def ordinary_tokens(base: Any) -> Tensor:
+    """All ids (V,) of a Transformers model's vocabulary but its special tokens."""
     ordinary = torch.ones(_vocabulary(base), dtype=torch.bool)
     config = base.config.get_text_config()
     for name in SPECIAL_TOKENS:
@@ -168,6 +168,12 @@ def _tokens(base: Any, shape: torch.Size, generator: torch.Generator) -> Tensor:
     ids = ordinary.nonzero().flatten()
     if len(ids) < 2:
         raise ValueError(f"`vocab_size` must leave 2 ordinary tokens, got {len(ordinary)}. Use a larger vocabulary.")
+    return ids
+
+
+def _tokens(base: Any, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """Ids drawn from the vocabulary without its special tokens."""
+    ids = ordinary_tokens(base)
     return ids[torch.randint(len(ids), shape, generator=generator)]
 
 

@@ -35,6 +35,7 @@ from hf_private.methods.gep.public_data import AnchorBooks, AnchorData, checked_
 from hf_private.methods.registry import resolve_method
 from hf_private.randomness import Key
 from hf_private.spending.spending import LEDGER, Spending
+from hf_private.tasks.collators import check_collator
 from hf_private.tasks.heads import base_model
 from hf_private.tasks.losses import LABEL_NAMES, PerSampleLoss
 from hf_private.tasks.micro_batches import LogicalBatch, LogicalCollator
@@ -246,15 +247,18 @@ class DPTrainer(ContinuingTrainer):
             rank=args.process_index,
             world_size=args.world_size,
         )
+        logical = LogicalCollator(
+            collator,
+            args.per_device_train_batch_size,
+            self.dp_config.micro_batch_tokens,
+            rows_of=(getattr(base_model(self.model), "main_input_name", "input_ids"), *LABEL_NAMES),
+        )
+        if args.per_device_train_batch_size > 1:
+            check_collator(logical.collate, dataset, self.model)
         return PoissonLoader(
             dataset,
             sampler,
-            LogicalCollator(
-                collator,
-                args.per_device_train_batch_size,
-                self.dp_config.micro_batch_tokens,
-                rows_of=(getattr(base_model(self.model), "main_input_name", "input_ids"), *LABEL_NAMES),
-            ),
+            logical,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
