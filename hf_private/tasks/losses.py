@@ -8,7 +8,7 @@ Load-balancing losses of mixture-of-experts models are never added: they couple 
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .heads import IGNORE_INDEX, REMEDY, Head, base_model, head_of
-from .independence import refuse_batch, refuse_model
+from .independence import empty_rows, refuse_adapters, refuse_batch, refuse_model, with_one_token
+from .limits import Limit, limits_of, problems
 
 SINGLE_LABEL = "single_label_classification"
 LABEL_NAMES = ("labels", "label", "label_ids", "shift_labels", "start_positions", "end_positions")
@@ -129,6 +130,11 @@ def classification_loss(logits: Tensor, labels: Tensor, kind: str, label_smoothi
     return F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(-1)
 
 
+def _batch_limits(base: Any, head: Head | None) -> dict[str, Limit]:
+    """Limits of a padded batch: an empty mask is allowed in it, a row has the length of the longest record."""
+    return {name: limit._replace(aligned=False) for name, limit in limits_of(base, head).items()}
+
+
 class PerSampleLoss:
     """The loss of every record of a batch, for the head of a model.
 
@@ -141,6 +147,7 @@ class PerSampleLoss:
         custom: fn(outputs, labels) -> (B,) instead of the head's loss. `labels` is the tensor popped from the batch,
             or a dict of tensors if the batch has several of `LABEL_NAMES`. It must not mix records.
         label_smoothing: Like `TrainingArguments.label_smoothing_factor`, per record.
+        label_names: `TrainingArguments.label_names`: further names of labels, for `custom`.
 
     Example:
         >>> from transformers import BertConfig, BertForSequenceClassification
@@ -158,32 +165,52 @@ class PerSampleLoss:
         model: nn.Module,
         custom: Callable[[Any, Tensor | dict[str, Tensor]], Tensor] | None = None,
         label_smoothing: float = 0.0,
+        label_names: Sequence[str] | None = None,
     ) -> None:
         if not 0.0 <= label_smoothing < 1.0:
             raise ValueError(f"`label_smoothing` must be >= 0 and < 1, got {label_smoothing}.")
         if custom is not None and label_smoothing > 0:
             raise ValueError(f"`label_smoothing` must be 0 with `per_sample_loss`, got {label_smoothing}.")
         self.custom = custom
+        self.label_names = tuple(dict.fromkeys((*LABEL_NAMES, *(label_names or ()))))
         self.label_smoothing = label_smoothing
         self.head = head_of(model) if custom is None else None
         if self.head is Head.QUESTION_ANSWERING and label_smoothing > 0:
             raise ValueError(f"`label_smoothing` must be 0 for question answering, got {label_smoothing}.")
         base = base_model(model)
         refuse_model(base, own_loss=custom is None)
+        refuse_adapters(model)
         self._options = {"return_dict": True} if self.head or takes(base, "return_dict") else {}
         if takes(base, "use_cache"):
             self._options["use_cache"] = False
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         """Run the model on the batch without its labels -> (B,) losses. The batch is not changed."""
-        labels = {name: batch[name] for name in LABEL_NAMES if batch.get(name) is not None}
-        inputs = {name: value for name, value in batch.items() if name not in LABEL_NAMES}
+        labels = {name: batch[name] for name in self.label_names if batch.get(name) is not None}
+        inputs = {name: value for name, value in batch.items() if name not in self.label_names}
         if not labels:
-            raise ValueError(f"`batch` must hold labels ({', '.join(LABEL_NAMES)}), got only {sorted(batch)}.")
+            raise ValueError(f"`batch` must hold labels ({', '.join(self.label_names)}), got only {sorted(batch)}.")
         base = base_model(model)
         refuse_batch(base, self.head, inputs, labels)
+        empty = empty_rows(inputs)
+        if empty is not None:
+            inputs = with_one_token(inputs)
+        try:
+            losses = self._forward(model, base, inputs, labels)
+        except (IndexError, RuntimeError, TypeError, ValueError):
+            for name, text in problems({**inputs, **labels}, _batch_limits(base, self.head)):
+                # torch's own message may quote a label, and it does not name the field
+                raise ValueError(f"`{name}` {text}, in a batch of training records.") from None
+            raise
+        return losses if empty is None else losses.where(~empty, 0)
+
+    def _forward(self, model: nn.Module, base: Any, inputs: dict[str, Any], labels: dict[str, Tensor]) -> Tensor:
+        """The losses (B,), checked for their shape."""
         target = self._target(labels)
-        sequence = labels.get("labels") if self.head in (None, Head.SEQ2SEQ_LM) else None
+        sequence = labels.get("labels") if self.head is None else None
+        if self.head is Head.SEQ2SEQ_LM:
+            assert isinstance(target, Tensor)
+            sequence = target
         if sequence is not None and "decoder_input_ids" not in inputs:
             inputs |= _decoder_inputs(base, sequence, required=self.head is Head.SEQ2SEQ_LM)
         outputs = model(**inputs, **self._options)

@@ -76,7 +76,8 @@ def _maker(name: str, values: list[Any], ranges: Ranges, main: list[Any]) -> Mak
     if isinstance(first, str):
         return lambda length, generator: " ".join(WORDS[i] for i in _integers(len(WORDS), (length,), generator))
     if isinstance(first, (bool, int, float, np.number)):
-        return lambda length, generator: type(first)(_content(name, _kind(first), (), ranges, generator).item())
+        own: Any = type(first)
+        return lambda length, generator: own(_content(name, _kind(first) or int, (), ranges, generator).item())
     if type(first).__module__.startswith("PIL."):
         return _images(values)
     if _kind(first) is not None:
@@ -91,9 +92,8 @@ def _maker(name: str, values: list[Any], ranges: Ranges, main: list[Any]) -> Mak
 
 def _arrays(name: str, values: list[Any], ranges: Ranges, main: list[Any]) -> Maker:
     """Makes a tensor, an array or a (nested) list of numbers, with `length` elements along the axes that vary."""
-    first, shapes = values[0], [_shape(value) for value in values]
-    kind = _kind(first)
-    assert kind is not None
+    first, shapes = values[0], [_shape(value) or () for value in values]
+    kind = _kind(first) or int
     axes = {axis for axis in range(len(shapes[0])) if len({shape[axis] for shape in shapes}) > 1}
     tokens = not name or name == "input_ids"
     if tokens and kind is int:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from hf_private._validate import integer_at_least
 
 from .heads import IGNORE_INDEX, Head, base_model, head_of
+from .limits import positions_of, vocabulary_of
 from .losses import SINGLE_LABEL, problem_type, takes
 
 CHOICES = 3
@@ -37,7 +38,7 @@ def synthetic_batch(
     """
     integer_at_least(1, batch_size=batch_size, length=length)
     generator = generator or torch.Generator().manual_seed(0)
-    length = min(length, _positions(model))
+    length = min(length, positions_of(model))
     lengths = torch.randint(min(2, length), length + 1, (batch_size,), generator=generator)
     lengths[0] = length
     if length > 2:
@@ -158,7 +159,7 @@ def _labels(
 
 def ordinary_tokens(base: Any) -> Tensor:
     """All ids (V,) of a Transformers model's vocabulary but its special tokens."""
-    ordinary = torch.ones(_vocabulary(base), dtype=torch.bool)
+    ordinary = torch.ones(vocabulary_of(base), dtype=torch.bool)
     config = base.config.get_text_config()
     for name in SPECIAL_TOKENS:
         special = getattr(config, f"{name}_token_id", None)
@@ -179,28 +180,7 @@ def _tokens(base: Any, shape: torch.Size, generator: torch.Generator) -> Tensor:
 
 def _padding(base: Any) -> int:
     pad = getattr(base.config.get_text_config(), "pad_token_id", None)
-    return pad if pad is not None and 0 <= pad < _vocabulary(base) else 0
-
-
-def _vocabulary(base: Any) -> int:
-    """Number of ids that are valid both in the (possibly resized) embedding and in the logits."""
-    sizes = [len(layer.weight) for layer in (base.get_input_embeddings(), base.get_output_embeddings()) if layer]
-    return min(sizes) if sizes else base.config.get_text_config().vocab_size
-
-
-def _positions(model: nn.Module) -> int:
-    """The most tokens that a row may have. RoBERTa numbers positions after its padding index, so it has fewer."""
-    base = base_model(model)
-    most = getattr(base.config.get_text_config(), "max_position_embeddings", None) or 0
-    most = most if most > 0 else 2**31  # XLNet says -1 for no limit
-    for name, module in base.named_modules():
-        if (
-            name.endswith("position_embeddings")
-            and isinstance(module, nn.Embedding)
-            and module.padding_idx is not None
-        ):
-            most = min(most, module.num_embeddings - module.padding_idx - 1)
-    return most
+    return pad if pad is not None and 0 <= pad < vocabulary_of(base) else 0
 
 
 def _main_input(model: nn.Module) -> str:

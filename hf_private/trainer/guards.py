@@ -7,14 +7,20 @@ from datasets.fingerprint import Hasher
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from transformers import TrainingArguments, set_seed
+from transformers import TrainerCallback, TrainingArguments, set_seed
 from transformers.utils import logging
 
 from hf_private.distributed.ranks import Ranks
 from hf_private.gradients.bookkeeper import trainable
 
+from .fingerprints import MOST_SHARED, TrainingRecords
+
 logger = logging.get_logger(__name__)
 
+TRAINED_ON = (
+    "`eval_dataset` must not be the training set, got the same records: their loss would be logged without noise."
+    " Evaluate on other records, or set `log_nonprivate=True`, which makes the run NOT PRIVATE."
+)
 SAMPLES = 64  # records that are compared between ranks
 SHARED = (  # settings that must be equal, or ranks end with different weights or wait for each other for ever
     *("seed", "optim", "learning_rate", "weight_decay", "lr_scheduler_type", "warmup_steps", "max_steps"),
@@ -53,9 +59,31 @@ def check_evaluation(evaluation: Any, training: Any) -> None:
     for dataset in evaluation.values() if isinstance(evaluation, dict) else (evaluation,):
         same = dataset is training or (mark is not None and getattr(dataset, "_fingerprint", None) == mark)
         if dataset is not None and same:
-            raise ValueError(
-                "`eval_dataset` must not be the training set, got the same records: their loss would be logged without"
-                " noise. Evaluate on other records, or set `log_nonprivate=True`, which makes the run NOT PRIVATE."
+            raise ValueError(TRAINED_ON)
+
+
+def check_content(evaluation: Any, known: TrainingRecords) -> None:
+    """No evaluation set may hold more than a few training records, whatever object they are in."""
+    for dataset in evaluation.values() if isinstance(evaluation, dict) else (evaluation,):
+        if dataset is None or isinstance(dataset, str):
+            continue
+        if known.share_of(dataset) > MOST_SHARED:
+            raise ValueError(TRAINED_ON)
+
+
+class PrivateStepGuard(TrainerCallback):
+    """Stops a step whose gradient is not the mechanism's, as of a subclass with its own `training_step`."""
+
+    def __init__(self) -> None:
+        self.released = 0  # by the mechanism, since the optimizer's last step
+
+    def on_pre_optimizer_step(self, *_: Any, model: nn.Module, **__: Any) -> None:
+        """Between `training_step` and the optimizer: there must have been one private release, or no gradient."""
+        released, self.released = self.released, 0
+        if released != 1 and any(p.grad is not None for p in model.parameters()):
+            raise RuntimeError(
+                f"`training_step` must run the mechanism once for each step, got {released} times. An overriding"
+                " method has to call DPTrainer's with `super().training_step(...)`."
             )
 
 

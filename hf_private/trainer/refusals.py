@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
-from transformers import DataCollatorWithFlattening, TrainingArguments
+from transformers import DataCollatorWithFlattening, Seq2SeqTrainer, Trainer, TrainingArguments
 
 
 class Refusal(NamedTuple):
@@ -107,6 +107,24 @@ REFUSED_ARGS = (
         "Use 'every_save' or 'end'.",
     ),
     Refusal(
+        "dataloader_drop_last",
+        lambda a: a.dataloader_drop_last,
+        "there is no last batch: every step takes a Poisson sample of all records",
+        "Leave it at False.",
+    ),
+    Refusal(
+        "packing",  # of TRL, whatever the strategy
+        lambda a: bool(getattr(a, "packing", False)),
+        "it puts several records into one row, so their gradients cannot be separated",
+        "Set packing=False.",
+    ),
+    Refusal(
+        "padding_free",  # of TRL
+        lambda a: bool(getattr(a, "padding_free", False)),
+        "it puts all records of a batch into one row, so their gradients cannot be separated",
+        "Set padding_free=False.",
+    ),
+    Refusal(
         "debug",
         lambda a: "underflow_overflow" in a.debug,
         "it prints activations of private records",
@@ -167,6 +185,11 @@ def refusals(
             " records into one row, so their gradients cannot be separated. Use a collator that pads, such as"
             " DataCollatorWithPadding."
         )
+    if getattr(data_collator, "seed", None) is not None:
+        yield (
+            f"`data_collator.seed` = {data_collator.seed!r} cannot be combined with privacy: whoever knows it knows"
+            " which tokens were masked. Leave it unset: the generators are seeded by the operating system."
+        )
     tokenizer = getattr(data_collator, "tokenizer", None)
     if getattr(tokenizer, "padding_side", "right") == "left":
         yield (
@@ -174,3 +197,29 @@ def refusals(
             " positions by the length of its neighbours. Give `data_collator` a tokenizer with padding_side='right';"
             " the one that you use for generation may keep 'left'."
         )
+
+
+def refused_overrides(trainer: Trainer) -> Iterator[str]:
+    """Overridden methods of Trainer that a private run would ignore, or that would void the guarantee."""
+    if _origin(trainer, "_get_train_sampler") is not Trainer:
+        yield (
+            "`_get_train_sampler` cannot be overridden with privacy: the accountant's amplification holds for Poisson"
+            " batches only. Remove it; set `expected_batch_size` of DPConfig."
+        )
+    if not _origin(trainer, "get_train_dataloader").__module__.startswith("hf_private."):
+        yield (
+            "`get_train_dataloader` cannot be overridden with privacy: the accountant's amplification holds for"
+            " Poisson batches only. Pass `train_dataset` and `data_collator` instead."
+        )
+    if getattr(trainer.args, "predict_with_generate", False) and not isinstance(trainer, Seq2SeqTrainer):
+        yield (
+            "`predict_with_generate` = True has no effect on DPTrainer, which does not generate. Use"
+            " `class Mine(DPTrainer, Seq2SeqTrainer)`, or set it to False."
+        )
+
+
+def _origin(trainer: Trainer, name: str) -> type:
+    """The class whose method a trainer calls; the trainer's own class for an attribute of the object."""
+    if name in vars(trainer):
+        return type(name, (), {"__module__": "object"})
+    return next(parent for parent in type(trainer).__mro__ if name in vars(parent))

@@ -35,16 +35,17 @@ from hf_private.methods.gep.public_data import AnchorBooks, AnchorData, checked_
 from hf_private.methods.registry import resolve_method
 from hf_private.randomness import Key
 from hf_private.spending.spending import LEDGER, Spending
-from hf_private.tasks.collators import check_collator
-from hf_private.tasks.heads import base_model
 from hf_private.tasks.losses import LABEL_NAMES, PerSampleLoss
 from hf_private.tasks.micro_batches import LogicalBatch, LogicalCollator
-from hf_private.tasks.synthetic import synthetic_batch
 
 from .callbacks import PrivacyCallback
 from .continuing import ContinuingTrainer
+from .data_guards import check_data, known_records, main_input, public_batch
 from .facts import public_facts
+from .fingerprints import TrainingRecords
 from .guards import (
+    PrivateStepGuard,
+    check_content,
     check_evaluation,
     check_gradients,
     check_optimizer,
@@ -53,13 +54,14 @@ from .guards import (
     check_ranks,
     check_size,
 )
+from .interruption import GracefulStop
+from .log_filter import LogFilter
 from .publishing import own_arguments
-from .refusals import refusals
+from .refusals import refusals, refused_overrides
+from .rehearsal import rehearse
 from .resume import check_checkpoint, check_layout, last_checkpoint
 
 logger = logging.get_logger(__name__)
-
-NONPRIVATE_METRICS = ("loss", "train_loss", "grad_norm", "num_input_tokens_seen")
 
 
 class Keys(NamedTuple):
@@ -104,6 +106,7 @@ class DPTrainer(ContinuingTrainer):
 
     # Tests set 32 bytes here to repeat a run. Whoever knows them can undo the noise: the run is then NOT PRIVATE.
     _test_key: bytes | None = None
+    _training_records: TrainingRecords | None = None  # hashed at the first evaluation
 
     def __init__(
         self,
@@ -152,6 +155,12 @@ class DPTrainer(ContinuingTrainer):
         self.dp_config = self._with_checked_anchors(dp_config)
         self.privacy_callback = PrivacyCallback(self.spending)
         self.callback_handler.callbacks.insert(0, self.privacy_callback)  # before the reporters, who then see epsilon
+        self.log_filter = LogFilter(self.dp_config)
+        self.log_filter.keep_first(self.callback_handler)
+        self.graceful_stop = GracefulStop(self.ranks)
+        self.step_guard = PrivateStepGuard()
+        for callback in (self.graceful_stop, self.step_guard):
+            self.add_callback(callback)
 
     def _validate_args(self) -> None:
         self._check_settings()
@@ -168,12 +177,12 @@ class DPTrainer(ContinuingTrainer):
             compute_loss_func=self.compute_loss_func,
             custom_compute_loss=type(self).compute_loss is not Trainer.compute_loss,
         )
-        if found := list(problems):
+        if found := [*problems, *refused_overrides(self)]:
             raise ValueError("\n".join(found))
         self._check_evaluation(self.eval_dataset)
 
     def _check_evaluation(self, *evaluation: Any) -> None:
-        for dataset in evaluation if self.dp_config.is_private and not self.dp_config.log_nonprivate else ():
+        for dataset in evaluation if self._hides_training_metrics else ():
             check_evaluation(dataset, self.train_dataset)
 
     # ---- one run
@@ -190,6 +199,8 @@ class DPTrainer(ContinuingTrainer):
         self.spending.set_budget(
             config.target_epsilon, config.target_delta, config.accountant, config.records_per_unit
         )
+        self.log_filter.config = self.dp_config
+        self.log_filter.keep_first(self.callback_handler)
         check_ranks(self.ranks, self.args)
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self.ranks.run_on_first(last_checkpoint, self.args.output_dir)
@@ -205,6 +216,9 @@ class DPTrainer(ContinuingTrainer):
                 )
                 self.ranks.assert_equal(dp_config=self.dp_config.to_dict())
                 check_order(self.ranks, self.train_dataset)
+                self._training_records = None  # the dataset may have been replaced
+                self._check_content(self.eval_dataset)
+                held.enter_context(self.graceful_stop.listening())
                 self._keys = self._draw_keys()
                 reseed_global()
                 output = super().train(resume_from_checkpoint, None, ignore_keys_for_eval)
@@ -212,6 +226,7 @@ class DPTrainer(ContinuingTrainer):
         finally:
             self._keys = self._mechanism = None
             self.is_in_train = False
+        self.graceful_stop.raise_if_stopped()
         return output if self.dp_config.log_nonprivate else output._replace(training_loss=math.nan)
 
     def _resolve_batch_size(self, resumes: bool) -> int:
@@ -251,10 +266,9 @@ class DPTrainer(ContinuingTrainer):
             collator,
             args.per_device_train_batch_size,
             self.dp_config.micro_batch_tokens,
-            rows_of=(getattr(base_model(self.model), "main_input_name", "input_ids"), *LABEL_NAMES),
+            rows_of=(main_input(self.model), *LABEL_NAMES, *(args.label_names or ())),
         )
-        if args.per_device_train_batch_size > 1:
-            check_collator(logical.collate, dataset, self.model)
+        check_data(self, dataset, logical, all_records=self._keys is not None)
         return PoissonLoader(
             dataset,
             sampler,
@@ -266,10 +280,30 @@ class DPTrainer(ContinuingTrainer):
             multiprocessing_context=args.dataloader_multiprocessing_context,
         )
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """Trainer's loader, for anything but the training records, whose metrics would be published without noise."""
-        self._check_evaluation(eval_dataset, self.eval_dataset)
-        return super().get_eval_dataloader(eval_dataset)
+    def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's loop of `evaluate` and `predict`, for anything but the training records: their metrics would be
+        published without noise."""
+        self._check_evaluation(dataloader.dataset, self.eval_dataset)
+        self._check_content(dataloader.dataset)
+        return super().evaluation_loop(dataloader, *args, **kwargs)
+
+    def _check_content(self, evaluation: Any) -> None:
+        if evaluation is None or self.train_dataset is None or not self._hides_training_metrics:
+            return
+        if self._training_records is None:
+            self._training_records = known_records(self)
+        check_content(evaluation, self._training_records)
+
+    @property
+    def _hides_training_metrics(self) -> bool:
+        return self.dp_config.is_private and not self.dp_config.log_nonprivate
+
+    def rehearse(self, steps: int = 2) -> None:
+        """Run everything on made-up records in a scratch folder: train, evaluate, checkpoint, resume, save.
+
+        Nothing is charged and nothing of this trainer changes. See `hf_private.trainer.rehearsal`.
+        """
+        rehearse(self, steps)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """The expected batch size, for Trainer's banner and speed."""
@@ -316,13 +350,13 @@ class DPTrainer(ContinuingTrainer):
             max_tokens=config.micro_batch_tokens,
             seed=args.seed,
         )
-        loss = PerSampleLoss(self.model, self.per_sample_loss, args.label_smoothing_factor)
+        loss = PerSampleLoss(self.model, self.per_sample_loss, args.label_smoothing_factor, args.label_names)
         return AnchorBooks(self.model, loss, lambda step: map(self._prepare_inputs, data(step)), args.seed)
 
     def _attach(self, method: Method, sample_rate: float, steps: int) -> None:
         """Check the model, fix the noise and the number of steps that may be taken, and build the mechanism."""
         config, model = self.dp_config, self.accelerator.unwrap_model(self.model_wrapped)
-        loss = PerSampleLoss(model, self.per_sample_loss, self.args.label_smoothing_factor)
+        loss = PerSampleLoss(model, self.per_sample_loss, self.args.label_smoothing_factor, self.args.label_names)
         check_optimizer(self.optimizer, model)
         meet = self.args.per_device_train_batch_size > 1
         dtype = torch.bfloat16 if self.args.mixed_precision == "bf16" else None  # maybe by the launcher
@@ -373,7 +407,7 @@ class DPTrainer(ContinuingTrainer):
     ) -> dict[str, Tensor]:
         """A made-up batch for the self-check at the start of `train()`: inputs and labels of records of up to `length`
         tokens, no two alike. Override it for a model or a `per_sample_loss` that needs other inputs."""
-        return synthetic_batch(self.accelerator.unwrap_model(self.model), batch_size, length, generator)
+        return public_batch(self, batch_size, length, generator)
 
     # ---- one step
 
@@ -389,6 +423,7 @@ class DPTrainer(ContinuingTrainer):
             return torch.zeros((), device=self.args.device)
         check_parameters(self._mechanism.model, self._mechanism.parameters)
         self._mechanism.step(self._prepare_inputs(batch) for batch in inputs.micro_batches)
+        self.step_guard.released += 1
         self._mark_changed(self._mechanism.model)
         if not self._gradients_checked and inputs.size:
             check_gradients(self._mechanism.model, self.dp_config.is_private)
@@ -403,11 +438,8 @@ class DPTrainer(ContinuingTrainer):
         """No norm in the logs."""
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log what may be published; what is not private only if asked for, and by that name."""
-        for name in NONPRIVATE_METRICS:
-            value = logs.pop(name, None)
-            if value is not None and self.dp_config.log_nonprivate:
-                logs[f"nonprivate_{name}"] = value
+        """Log what may be published; what is not private only if asked for, and by that name. See `LogFilter`."""
+        self.log_filter.keep_first(self.callback_handler)
         super().log(logs, start_time)
 
     # ---- what is saved
