@@ -277,6 +277,18 @@ def test_metrics_that_a_subclass_adds_are_not_logged(tmp_path: Path, attack: str
     assert '"entropy"' not in (tmp_path / "checkpoint-4" / "trainer_state.json").read_text()
 
 
+def test_a_callback_that_pushes_ahead_sees_filtered_entries(tmp_path: Path) -> None:
+    class PushesAhead(Reporter):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            made.callback_handler.callbacks.remove(self)
+            made.callback_handler.callbacks.insert(0, self)
+
+    reporter = PushesAhead()
+    made = mixed(Combined, tmp_path, callbacks=[reporter])
+    made.train()
+    assert "learning_rate" in reporter.seen and "entropy" not in reporter.seen
+
+
 def test_metrics_that_a_subclass_adds_are_logged_by_name_if_asked_for(tmp_path: Path) -> None:
     made = mixed(Combined, tmp_path, dp={"log_nonprivate": True})
     made.train()
