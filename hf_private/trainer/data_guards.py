@@ -1,4 +1,4 @@
-"""What a DPTrainer asks of its data: checks before the first charge, made-up batches, known training records."""
+"""What a DPTrainer asks of its data: checks before the first charge, made-up batches, evaluation on other records."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from hf_private.tasks.micro_batches import LogicalCollator
 from hf_private.tasks.synthetic import synthetic_batch
 
 from .fingerprints import TrainingRecords
+from .guards import check_content, check_evaluation
 
 if TYPE_CHECKING:
     from .trainer import DPTrainer
@@ -62,10 +63,38 @@ def public_batch(
         ) from None
 
 
-def known_records(trainer: "DPTrainer") -> TrainingRecords:
-    """The training records of a trainer, for comparison with those of an evaluation."""
-    assert trainer.model is not None
-    config = getattr(base_model(trainer.model), "config", None)
-    padding = getattr(config, "pad_token_id", None)
-    labels = (*LABEL_NAMES, *(trainer.args.label_names or ()))
-    return TrainingRecords(trainer.train_dataset, main_input(trainer.model), padding, labels)
+class EvaluationGuard:
+    """Keeps training records out of evaluations: their metrics would be logged without noise."""
+
+    def __init__(self, trainer: "DPTrainer") -> None:
+        self.trainer = trainer
+        self._known: TrainingRecords | None = None  # hashed at the first evaluation
+
+    @property
+    def _on(self) -> bool:
+        config = self.trainer.dp_config
+        return self.trainer.train_dataset is not None and config.is_private and not config.log_nonprivate
+
+    def check(self, evaluation: Any) -> None:
+        """Refuse the training set itself; this takes no time."""
+        if self._on:
+            check_evaluation(evaluation, self.trainer.train_dataset)
+
+    def check_content(self, evaluation: Any) -> None:
+        """Refuse a dataset, or a dict of them, whose records are training records."""
+        self.check(evaluation)
+        if self._on and evaluation is not None:
+            if self._known is None or self._known.dataset is not self.trainer.train_dataset:
+                self._known = self._read()
+            check_content(evaluation, self._known)
+
+    def forget(self) -> None:
+        """Read the training records again: they may have been changed in place."""
+        self._known = None
+
+    def _read(self) -> TrainingRecords:
+        trainer = self.trainer
+        assert trainer.model is not None
+        padding = getattr(getattr(base_model(trainer.model), "config", None), "pad_token_id", None)
+        labels = (*LABEL_NAMES, *(trainer.args.label_names or ()))
+        return TrainingRecords(trainer.train_dataset, main_input(trainer.model), padding, labels)

@@ -3,6 +3,8 @@
 Metrics on training records are not private, so DPTrainer does not evaluate them. A slice, another format, a list copy
 or a Subset of the training set is a new object with the same records; a hash of each record's input shows it.
 
+A stream, and records that a dataset changes at random each time, are not recognised.
+
 Cost: each training record is read and hashed once, at the first evaluation. A `datasets.Dataset` takes a second or two
 per million rows (it is read by column); anything else takes as long as reading all its records once.
 """
@@ -47,7 +49,8 @@ class TrainingRecords:
 
     def share_of(self, other: Any) -> float:
         """Which share of the records of another dataset are training records."""
-        if not hasattr(other, "__len__") or not len(other) or not len(self.dataset):
+        indexed = hasattr(other, "__len__") and hasattr(other, "__getitem__")
+        if not indexed or not len(other) or not len(self.dataset):
             return 0.0
         fields = self._fields(other[0], self.dataset[0])
         if fields not in self._hashes:

@@ -15,7 +15,7 @@ from hf_private.config import DPConfig
 
 logger = logging.get_logger(__name__)
 
-# Trainer's own metrics of training records: dropped without a word, also outside of training.
+# Trainer's own metrics of training records: dropped without a warning, also outside of training.
 NONPRIVATE_METRICS = frozenset({"loss", "train_loss", "grad_norm", "num_input_tokens_seen"})
 # None of these depends on a record: settings, time, expected batch sizes, what was spent.
 PUBLIC_METRICS = frozenset(

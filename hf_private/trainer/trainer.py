@@ -40,13 +40,10 @@ from hf_private.tasks.micro_batches import LogicalBatch, LogicalCollator
 
 from .callbacks import PrivacyCallback
 from .continuing import ContinuingTrainer
-from .data_guards import check_data, known_records, main_input, public_batch
+from .data_guards import EvaluationGuard, check_data, main_input, public_batch
 from .facts import public_facts
-from .fingerprints import TrainingRecords
 from .guards import (
     PrivateStepGuard,
-    check_content,
-    check_evaluation,
     check_gradients,
     check_optimizer,
     check_order,
@@ -106,7 +103,6 @@ class DPTrainer(ContinuingTrainer):
 
     # Tests set 32 bytes here to repeat a run. Whoever knows them can undo the noise: the run is then NOT PRIVATE.
     _test_key: bytes | None = None
-    _training_records: TrainingRecords | None = None  # hashed at the first evaluation
 
     def __init__(
         self,
@@ -141,6 +137,7 @@ class DPTrainer(ContinuingTrainer):
             writes=args.process_index == 0,
         )
         self.ranks = Ranks()
+        self.evaluation_guard = EvaluationGuard(self)
         self._keys: Keys | None = None
         self._mechanism: Mechanism | None = None
         super().__init__(
@@ -179,11 +176,7 @@ class DPTrainer(ContinuingTrainer):
         )
         if found := [*problems, *refused_overrides(self)]:
             raise ValueError("\n".join(found))
-        self._check_evaluation(self.eval_dataset)
-
-    def _check_evaluation(self, *evaluation: Any) -> None:
-        for dataset in evaluation if self._hides_training_metrics else ():
-            check_evaluation(dataset, self.train_dataset)
+        self.evaluation_guard.check(self.eval_dataset)
 
     # ---- one run
 
@@ -216,8 +209,8 @@ class DPTrainer(ContinuingTrainer):
                 )
                 self.ranks.assert_equal(dp_config=self.dp_config.to_dict())
                 check_order(self.ranks, self.train_dataset)
-                self._training_records = None  # the dataset may have been replaced
-                self._check_content(self.eval_dataset)
+                self.evaluation_guard.forget()
+                self.evaluation_guard.check_content(self.eval_dataset)
                 held.enter_context(self.graceful_stop.listening())
                 self._keys = self._draw_keys()
                 reseed_global()
@@ -283,26 +276,11 @@ class DPTrainer(ContinuingTrainer):
     def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> Any:
         """Trainer's loop of `evaluate` and `predict`, for anything but the training records: their metrics would be
         published without noise."""
-        self._check_evaluation(dataloader.dataset, self.eval_dataset)
-        self._check_content(dataloader.dataset)
+        self.evaluation_guard.check_content(getattr(dataloader, "dataset", None))
         return super().evaluation_loop(dataloader, *args, **kwargs)
 
-    def _check_content(self, evaluation: Any) -> None:
-        if evaluation is None or self.train_dataset is None or not self._hides_training_metrics:
-            return
-        if self._training_records is None:
-            self._training_records = known_records(self)
-        check_content(evaluation, self._training_records)
-
-    @property
-    def _hides_training_metrics(self) -> bool:
-        return self.dp_config.is_private and not self.dp_config.log_nonprivate
-
     def rehearse(self, steps: int = 2) -> None:
-        """Run everything on made-up records in a scratch folder: train, evaluate, checkpoint, resume, save.
-
-        Nothing is charged and nothing of this trainer changes. See `hf_private.trainer.rehearsal`.
-        """
+        """Train, evaluate, save and resume on made-up records in a scratch folder. Charges and changes nothing."""
         rehearse(self, steps)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
