@@ -90,6 +90,11 @@ class DPConfig:
     micro_batch_tokens: int | None = _help(
         None, "Upper bound on rows * longest row of a micro-batch. Changes speed and memory only."
     )
+    check_dataset: bool = _help(
+        True,
+        "Read all records before the first step is charged, and check lengths, labels and token ids. Set it to False"
+        " where reading them takes too long.",
+    )
     disjoint_data: bool = _help(
         False,
         "State that the base model was privately trained on other people's records. Its spending is then not added"
@@ -140,7 +145,12 @@ class DPConfig:
         validate.one_of(MODES, clipping=self.clipping)
         validate.one_of(ACCOUNTANTS, accountant=self.accountant)
         validate.one_of(NOISE_KINDS, noise=self.noise)
-        validate.one_of((True, False), log_nonprivate=self.log_nonprivate, disjoint_data=self.disjoint_data)
+        validate.one_of(
+            (True, False),
+            log_nonprivate=self.log_nonprivate,
+            check_dataset=self.check_dataset,
+            disjoint_data=self.disjoint_data,
+        )
 
     def _check_combinations(self) -> None:
         if self.target_epsilon is None and self.noise_multiplier is None:

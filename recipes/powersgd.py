@@ -67,9 +67,9 @@ class PowerSGDTrainer(DPTrainer):
 
 
 def made_up_records(n: int) -> list[dict]:
-    """Sentences of twelve random tokens; the label says whether token 1 outnumbers token 2."""
-    tokens = torch.randint(1, 3, (n, 13), generator=torch.Generator().manual_seed(0))
-    return [{"input_ids": row.tolist(), "labels": int((row == 1).sum() > 6)} for row in tokens]
+    """Sentences of 25 random tokens; the label says whether token 1 outnumbers token 2."""
+    tokens = torch.randint(1, 3, (n, 25), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row.tolist(), "labels": int((row == 1).sum() > 12)} for row in tokens]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -84,6 +84,7 @@ def main(argv: list[str] | None = None) -> None:
         vocab_size=4, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
+    records = made_up_records(2048 + 256)
     with tempfile.TemporaryDirectory() as folder:
         trainer = PowerSGDTrainer(
             BertForSequenceClassification(config),
@@ -93,8 +94,8 @@ def main(argv: list[str] | None = None) -> None:
                 disable_tqdm=True, use_cpu=True,
             ),
             dp_config=DPConfig(noise_multiplier=options.noise_multiplier, expected_batch_size=128),
-            train_dataset=made_up_records(2048),
-            eval_dataset=made_up_records(256),
+            train_dataset=records[:2048],
+            eval_dataset=records[2048:],
             compute_metrics=lambda p: {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())},
             r=options.r,
         )  # fmt: skip

@@ -26,6 +26,7 @@ WRONG = {  # field -> values that must be refused
     "noise": ["none", None, 1.0],
     "log_nonprivate": ["yes", None],
     "micro_batch_tokens": [0, -1, 0.5],
+    "check_dataset": ["no", None],
     "disjoint_data": ["no", None],
 }
 
@@ -140,6 +141,9 @@ REFUSED_VALUES = {
     "neftune_noise_alpha": 5.0,
     "optim": "adalomo",
     "hub_strategy": "all_checkpoints",
+    "dataloader_drop_last": True,
+    "packing": True,
+    "padding_free": True,
     "debug": ["underflow_overflow"],
 }
 

@@ -1,1 +1,1 @@
-"""What a model predicts: a loss per record, batches in which records do not meet, and made-up batches."""
+"""Tasks: model heads, per-record losses, checks that records stay independent, micro-batches, made-up data."""

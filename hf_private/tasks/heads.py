@@ -1,7 +1,8 @@
-"""What a model predicts: its head, by the class that Transformers lists it under."""
+"""The head of a model, found by the class that Transformers lists it under."""
 
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any
 
 from peft import PeftModel
 from torch import nn
@@ -12,7 +13,7 @@ REMEDY = "Pass `per_sample_loss=fn` with fn(outputs, labels) -> tensor of shape 
 
 
 class Head(StrEnum):
-    """What a model predicts, hence which loss is right. Sequences and images share `CLASSIFICATION`."""
+    """What a model predicts; it determines the loss. Sequences and images share `CLASSIFICATION`."""
 
     SEQ2SEQ_LM = "seq2seq language modeling"
     MASKED_LM = "masked language modeling"
@@ -28,7 +29,7 @@ def _class_names(*mappings: Mapping[str, str | tuple[str, ...]]) -> frozenset[st
     return frozenset(name for value in values for name in ([value] if isinstance(value, str) else value))
 
 
-# The first match counts: BART is listed both as seq2seq and as masked LM, and its loss is the seq2seq one.
+# The first match wins: BART is listed both as seq2seq and as masked LM, and its loss is the seq2seq one.
 HEAD_CLASSES: dict[Head, frozenset[str]] = {
     Head.SEQ2SEQ_LM: _class_names(auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
     Head.MASKED_LM: _class_names(auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
@@ -41,7 +42,7 @@ HEAD_CLASSES: dict[Head, frozenset[str]] = {
     Head.MULTIPLE_CHOICE: _class_names(auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES),
 }
 
-# Listed by Transformers as language models, but trained on another objective: labels that the model does not shift
+# Transformers lists these as language models, but their objective differs: labels that the model does not shift
 # (decoders of seq2seq families, XLM, XLNet, CPM-Ant), n-gram losses (ProphetNet), codebooks (MusicGen).
 OTHER_OBJECTIVE = frozenset(
     "BartForCausalLM BigBirdPegasusForCausalLM BlenderbotForCausalLM BlenderbotSmallForCausalLM CpmAntForCausalLM "
@@ -51,8 +52,11 @@ OTHER_OBJECTIVE = frozenset(
 )
 
 
-def base_model(model: nn.Module) -> nn.Module:
-    """The Transformers model inside a PEFT wrapper; any other model as it is."""
+def base_model(model: nn.Module) -> Any:
+    """The Transformers model inside a PEFT wrapper, or the model itself.
+
+    The type is `Any` because a custom model need not be a PreTrainedModel, and has its attributes all the same.
+    """
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
@@ -71,7 +75,7 @@ def head_of(model: nn.Module) -> Head:
         for head, names in HEAD_CLASSES.items():
             if parent.__name__ in names:
                 if head is Head.SEQ2SEQ_LM and not base.config.is_encoder_decoder:
-                    break  # speech and multimodal decoders are listed here too
+                    break  # Transformers also lists speech and multimodal decoders here
                 return head
     raise ValueError(
         f"`model` must have one of the heads [{', '.join(HEAD_CLASSES)}], got {type(base).__name__}, whose loss per "

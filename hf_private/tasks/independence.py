@@ -1,12 +1,13 @@
-"""Where records would meet: settings of a model and batches in which one record's loss depends on its neighbours.
+"""Refuses models and batches in which a record's loss depends on the other records of its batch.
 
-The bound on a record's influence holds only if its gradient is a function of this record alone. What is known to break
-that is refused here, by name; what nobody has listed is left to the self-check.
+The bound on a record's influence holds only if its gradient is a function of this record alone. This module refuses
+the known violations by name; the self-check finds the others.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .heads import IGNORE_INDEX, REMEDY, Head
@@ -15,10 +16,11 @@ PACKING_KEYS = frozenset(
     "seq_idx cu_seqlens cu_seq_lens cu_seq_lens_q cu_seq_lens_k cu_seqlens_q cu_seqlens_k "
     "max_length_q max_length_k max_seqlen max_seqlen_q max_seqlen_k".split()
 )
+MASKS = ("attention_mask", "decoder_attention_mask")
 
 
 def refuse_model(base: nn.Module, own_loss: bool) -> None:
-    """Settings under which a model's rows are not independent, or its objective is not the head's."""
+    """Refuse settings that make a model's rows depend on each other, or change its objective."""
     config = getattr(base, "config", None)
     name = type(base).__name__
     if own_loss and hasattr(base, "_loss_function"):  # where the setter of `model.loss_function` keeps it
@@ -26,13 +28,14 @@ def refuse_model(base: nn.Module, own_loss: bool) -> None:
     if getattr(config, "output_router_logits", False):
         raise ValueError(
             f"`output_router_logits` must be False, got True ({name}). The load-balancing loss couples all records of "
-            "a batch and is never added; set model.config.output_router_logits = False to say that you know."
+            "a batch, so it is never added. Set model.config.output_router_logits = False."
         )
     if getattr(config, "sparse_prediction", False):
         raise ValueError(
             f"`sparse_prediction` must be False, got True ({name}). It drops the record axis of the logits; load the "
             "model with sparse_prediction=False."
         )
+    _refuse_outliers(base)
     if hasattr(config, "expert_capacity"):
         raise ValueError(
             f"`model` must route records independently, got {name} with expert_capacity={config.expert_capacity}: "
@@ -40,11 +43,42 @@ def refuse_model(base: nn.Module, own_loss: bool) -> None:
         )
 
 
-def rope_limit(config: Any) -> int | None:
-    """Number of tokens from which on the longest record of a batch turns the positions of all others; None for never.
+def refuse_adapters(model: nn.Module) -> None:
+    """Refuse PEFT adapters whose objective is more than the loss of the records."""
+    for name, config in (getattr(model, "peft_config", None) or {}).items():
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        if kind == "ADALORA" and config.orth_reg_weight > 0:
+            raise ValueError(
+                f"`orth_reg_weight` must be 0 for the AdaLoRA adapter {name!r}, got {config.orth_reg_weight}: PEFT"
+                " adds this regulariser to the model's own loss, which private training does not use. Set"
+                " AdaLoraConfig(orth_reg_weight=0.0), or use LoRA."
+            )
 
-    Rotary embeddings of the kinds "dynamic" and "longrope" choose their frequencies by the largest position in a batch
-    (and "dynamic" keeps them for the batches that follow), once it is beyond the length of the pretraining.
+
+def _refuse_outliers(base: nn.Module) -> None:
+    """LLM.int8 picks the columns that it keeps in half precision over the whole batch, unless its threshold is 0."""
+    settings = getattr(getattr(base, "config", None), "quantization_config", None)
+    if isinstance(settings, Mapping):
+        found = [settings.get("load_in_8bit") and settings.get("llm_int8_threshold", 6.0)]
+    else:
+        found = [getattr(settings, "load_in_8bit", False) and getattr(settings, "llm_int8_threshold", 6.0)]
+    for module in base.modules():
+        if any(parent.__name__ == "Linear8bitLt" for parent in type(module).__mro__):
+            found.append(getattr(getattr(module, "state", None), "threshold", 6.0))
+    threshold = max(float(value or 0.0) for value in found)
+    if threshold > 0:
+        raise ValueError(
+            f"`llm_int8_threshold` must be 0, got {threshold}: LLM.int8 chooses outlier columns over the whole batch,"
+            " so a record's gradient depends on the other records. Load the model with"
+            " BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or in 4 bits."
+        )
+
+
+def rope_limit(config: Any) -> int | None:
+    """Number of tokens beyond which the longest record of a batch changes the positions of the others, or None.
+
+    Rotary embeddings of the kinds "dynamic" and "longrope" choose their frequencies by the largest position in a
+    batch once it exceeds the pretraining length ("dynamic" also keeps them for later batches).
     """
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -59,7 +93,7 @@ def rope_limit(config: Any) -> int | None:
 
 
 def refuse_batch(base: nn.Module, head: Head | None, inputs: dict[str, Any], labels: dict[str, Tensor]) -> None:
-    """Batches in which a row is not a record, or in which a record's loss moves with its neighbours' lengths."""
+    """Refuse batches whose rows are not records, or in which a record's loss depends on its neighbours' lengths."""
     packed = sorted(PACKING_KEYS & inputs.keys())
     if packed:
         raise ValueError(f"`batch` must hold one record per row, got packed sequences ({packed}). Pad instead.")
@@ -67,7 +101,7 @@ def refuse_batch(base: nn.Module, head: Head | None, inputs: dict[str, Any], lab
         raise ValueError("`output_router_logits` must be False, got True in the batch: that loss couples all records.")
     config = getattr(base, "config", None)
     ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-    for name in ("attention_mask", "decoder_attention_mask"):
+    for name in MASKS:
         _refuse_left_padding(name, inputs.get(name), ids if name == "attention_mask" else None)
     real = None if mask is None else mask != 0
 
@@ -80,7 +114,7 @@ def refuse_batch(base: nn.Module, head: Head | None, inputs: dict[str, Any], lab
         if length > limit:
             raise ValueError(
                 f"`input_ids` must have at most {limit} tokens for {type(base).__name__}, got {length}: beyond that,"
-                " its rotary embeddings turn with the longest record of a batch. Truncate records to that length."
+                " its rotary embeddings depend on the longest record of a batch. Truncate records to that length."
             )
     if positions is not None:
         restarts = positions[..., 1:] <= positions[..., :-1]
@@ -105,6 +139,29 @@ def refuse_batch(base: nn.Module, head: Head | None, inputs: dict[str, Any], lab
             raise ValueError("`labels` must be padded on the right, got -100 at the start. Set padding_side='right'.")
         if pad is not None and pad != eos and bool((tokens[:, -1] == pad).any()):
             raise ValueError(f"`labels` must be padded with -100, got pad_token_id={pad}: padding would be counted.")
+
+
+def empty_rows(inputs: Mapping[str, Any]) -> Tensor | None:
+    """Which records (B,) have a mask without any 1; None if there are none.
+
+    Such a record attends to all of its padding (eager attention) or to nothing (NaN), so it depends on the longest
+    record of its batch. Its loss is 0.
+    """
+    masks = [inputs[name] for name in MASKS if isinstance(inputs.get(name), Tensor)]
+    empty = [(mask == 0).all(-1).reshape(len(mask), -1).any(1) for mask in masks if mask.ndim > 1]
+    found = torch.stack(empty).any(0) if empty else None
+    return found if found is not None and bool(found.any()) else None
+
+
+def with_one_token(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs with a 1 at the start of each empty mask, so that the forward pass stays finite."""
+    changed = dict(inputs)
+    for name in MASKS:
+        mask = changed.get(name)
+        if isinstance(mask, Tensor) and mask.ndim > 1 and mask.shape[-1]:
+            changed[name] = mask.clone()
+            changed[name][..., 0] = torch.where((mask == 0).all(-1), 1, mask[..., 0])
+    return changed
 
 
 def _refuse_left_padding(name: str, mask: Any, ids: Tensor | None) -> None:

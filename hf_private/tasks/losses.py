@@ -1,15 +1,14 @@
-"""Per-record losses from logits: what the mechanism differentiates instead of the model's own loss.
+"""Per-record losses, computed from logits. The mechanism differentiates these instead of the model's own loss.
 
-A model's own loss averages over the batch (or over all tokens of the batch), so the gradient of one record would move
-with the labels and lengths of its neighbours and no bound on a record's influence would hold. Here labels are taken
-out of the batch, the model runs without them, and record i's loss is a function of record i alone: the mean over its
-own labelled tokens, or its one prediction.
+A model's own loss averages over the batch (or over all its tokens), so the gradient of one record depends on the
+labels and lengths of its neighbours, and no bound on a record's influence holds. Here the model runs without labels,
+and the loss of record i is a function of record i alone: the mean over its own labelled tokens, or its one prediction.
 
-Not part of any loss here: load-balancing losses of mixture-of-experts models, which couple all tokens of a batch.
+Load-balancing losses of mixture-of-experts models are never added: they couple all tokens of a batch.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,40 +17,42 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .heads import IGNORE_INDEX, REMEDY, Head, base_model, head_of
-from .independence import refuse_batch, refuse_model
+from .independence import empty_rows, refuse_adapters, refuse_batch, refuse_model, with_one_token
+from .limits import Limit, limits_of, problems
 
 SINGLE_LABEL = "single_label_classification"
 LABEL_NAMES = ("labels", "label", "label_ids", "shift_labels", "start_positions", "end_positions")
 
 
 def _float(logits: Tensor) -> Tensor:
-    """Half precision is lifted to float32 as Transformers does; float64 stays."""
+    """Cast half precision to float32, as Transformers does; float64 stays."""
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
 
 class _CrossEntropy(torch.autograd.Function):
     """Cross entropy of each position: logits (..., V), labels (...) -> (...), 0 where the label does not count.
 
-    As torch's, but its backward pass makes one tensor of the logits' size, not two: with a large vocabulary they are
-    the peak of a step's memory.
+    Same values as torch's, but its backward pass allocates one tensor of the logits' size, not two. With a large
+    vocabulary those tensors are the peak of a step's memory.
     """
 
     @staticmethod
-    def forward(ctx, logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
         p = logits.softmax(-1)
         counts = labels != IGNORE_INDEX
         index = labels.where(counts, 0).unsqueeze(-1)
         ctx.smoothing = smoothing
         ctx.save_for_backward(p, index, counts)
-        aim = (1 - smoothing) * logits.gather(-1, index).squeeze(-1)
+        target = (1 - smoothing) * logits.gather(-1, index).squeeze(-1)
         if smoothing:
-            aim = aim + smoothing * logits.mean(-1)
-        # log(sum exp(logits)) - aim, by way of the most likely class: its p is at least 1 / V, others' may underflow.
-        return ((logits.amax(-1) - aim) - p.amax(-1).log()).where(counts, 0)
+            target = target + smoothing * logits.mean(-1)
+        # log(sum exp(logits)) - target, from the most likely class: its p is at least 1 / V, others may underflow.
+        return ((logits.amax(-1) - target) - p.amax(-1).log()).where(counts, 0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, g: Tensor) -> tuple:
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyrefly: ignore[bad-override] # the decorator is untyped
+        (g,) = grad_outputs
         p, index, counts = ctx.saved_tensors
         g = g.where(counts, 0).unsqueeze(-1)
         gradient = p * g
@@ -76,15 +77,15 @@ def token_loss(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> 
 
 
 def shifted(labels: Tensor) -> Tensor:
-    """Labels (B, T) moved one to the left: position t holds what its logits predict, the last one nothing."""
+    """Labels (B, T) shifted one to the left: position t holds what its logits predict, the last is ignored."""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
 def span_loss(start_logits: Tensor, end_logits: Tensor, start: Tensor, end: Tensor, lengths: Tensor) -> Tensor:
     """Mean of the start and the end cross entropy, each over the record's own tokens; 0 for a position outside them.
 
-    Transformers lets padding tokens compete in the softmax, which would tie a record's loss to the longest record of
-    its batch; here they cannot be chosen. Shapes: logits (B, T), positions and lengths (B,) -> (B,).
+    In Transformers, padding tokens take part in the softmax, so a record's loss depends on the longest record of its
+    batch. Here they are excluded. Shapes: logits (B, T), positions and lengths (B,) -> (B,).
     """
     padding = torch.arange(start_logits.shape[1], device=start_logits.device) >= lengths[:, None]
     losses = []
@@ -97,7 +98,7 @@ def span_loss(start_logits: Tensor, end_logits: Tensor, start: Tensor, end: Tens
 
 
 def problem_type(config: Any, labels: Tensor) -> str:
-    """The kind of classification, from the config and the dtype of the labels; the config is left as it is."""
+    """The kind of classification, from the config and the dtype of the labels. The config is not changed."""
     if config.problem_type is not None:
         return config.problem_type
     if config.num_labels == 1:
@@ -129,18 +130,24 @@ def classification_loss(logits: Tensor, labels: Tensor, kind: str, label_smoothi
     return F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(-1)
 
 
+def _batch_limits(base: Any, head: Head | None) -> dict[str, Limit]:
+    """Limits of a padded batch: an empty mask is allowed in it, a row has the length of the longest record."""
+    return {name: limit._replace(aligned=False) for name, limit in limits_of(base, head).items()}
+
+
 class PerSampleLoss:
     """The loss of every record of a batch, for the head of a model.
 
-    Guarantee: record i's loss does not depend on the labels, the length or the content of other records, as far as the
-    model's forward keeps rows apart. Batches for which it would (packing, left padding, padding without a mask or with
-    labels) are refused. The model's own loss is never computed and its config is never written.
+    Guarantee: record i's loss does not depend on the labels, the length or the content of other records, provided that
+    the model's forward keeps rows independent. Batches that break this (packing, left padding, padding without a mask
+    or with labels) are refused. The model's own loss is never computed, and its config is never changed.
 
     Args:
-        model: the model, unwrapped (PEFT models are looked into); decides the loss by its head.
+        model: The unwrapped model, possibly a PEFT model. Its head determines the loss.
         custom: fn(outputs, labels) -> (B,) instead of the head's loss. `labels` is the tensor popped from the batch,
             or a dict of tensors if the batch has several of `LABEL_NAMES`. It must not mix records.
-        label_smoothing: as `TrainingArguments.label_smoothing_factor`, per record.
+        label_smoothing: Like `TrainingArguments.label_smoothing_factor`, per record.
+        label_names: `TrainingArguments.label_names`: further names of labels, for `custom`.
 
     Example:
         >>> from transformers import BertConfig, BertForSequenceClassification
@@ -158,32 +165,52 @@ class PerSampleLoss:
         model: nn.Module,
         custom: Callable[[Any, Tensor | dict[str, Tensor]], Tensor] | None = None,
         label_smoothing: float = 0.0,
+        label_names: Sequence[str] | None = None,
     ) -> None:
         if not 0.0 <= label_smoothing < 1.0:
             raise ValueError(f"`label_smoothing` must be >= 0 and < 1, got {label_smoothing}.")
         if custom is not None and label_smoothing > 0:
             raise ValueError(f"`label_smoothing` must be 0 with `per_sample_loss`, got {label_smoothing}.")
         self.custom = custom
+        self.label_names = tuple(dict.fromkeys((*LABEL_NAMES, *(label_names or ()))))
         self.label_smoothing = label_smoothing
         self.head = head_of(model) if custom is None else None
         if self.head is Head.QUESTION_ANSWERING and label_smoothing > 0:
             raise ValueError(f"`label_smoothing` must be 0 for question answering, got {label_smoothing}.")
         base = base_model(model)
         refuse_model(base, own_loss=custom is None)
+        refuse_adapters(model)
         self._options = {"return_dict": True} if self.head or takes(base, "return_dict") else {}
         if takes(base, "use_cache"):
             self._options["use_cache"] = False
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        """Runs the model on the batch without its labels -> (B,) losses. The batch is not changed."""
-        labels = {name: batch[name] for name in LABEL_NAMES if batch.get(name) is not None}
-        inputs = {name: value for name, value in batch.items() if name not in LABEL_NAMES}
+        """Run the model on the batch without its labels -> (B,) losses. The batch is not changed."""
+        labels = {name: batch[name] for name in self.label_names if batch.get(name) is not None}
+        inputs = {name: value for name, value in batch.items() if name not in self.label_names}
         if not labels:
-            raise ValueError(f"`batch` must hold labels ({', '.join(LABEL_NAMES)}), got only {sorted(batch)}.")
+            raise ValueError(f"`batch` must hold labels ({', '.join(self.label_names)}), got only {sorted(batch)}.")
         base = base_model(model)
         refuse_batch(base, self.head, inputs, labels)
+        empty = empty_rows(inputs)
+        if empty is not None:
+            inputs = with_one_token(inputs)
+        try:
+            losses = self._forward(model, base, inputs, labels)
+        except (IndexError, RuntimeError, TypeError, ValueError):
+            for name, text in problems({**inputs, **labels}, _batch_limits(base, self.head)):
+                # torch's own message may quote a label, and it does not name the field
+                raise ValueError(f"`{name}` {text}, in a batch of training records.") from None
+            raise
+        return losses if empty is None else losses.where(~empty, 0)
+
+    def _forward(self, model: nn.Module, base: Any, inputs: dict[str, Any], labels: dict[str, Tensor]) -> Tensor:
+        """The losses (B,), checked for their shape."""
         target = self._target(labels)
-        sequence = target if self.head is Head.SEQ2SEQ_LM else labels.get("labels") if self.head is None else None
+        sequence = labels.get("labels") if self.head is None else None
+        if self.head is Head.SEQ2SEQ_LM:
+            assert isinstance(target, Tensor)
+            sequence = target
         if sequence is not None and "decoder_input_ids" not in inputs:
             inputs |= _decoder_inputs(base, sequence, required=self.head is Head.SEQ2SEQ_LM)
         outputs = model(**inputs, **self._options)
@@ -195,7 +222,7 @@ class PerSampleLoss:
         return losses
 
     def _target(self, labels: dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
-        """The label tensor that the head needs; several (a span, or what a custom loss gets) stay a dict."""
+        """The label tensor that the head needs. Several labels (a span, or those of a custom loss) stay a dict."""
         if self.head is None:
             return next(iter(labels.values())) if len(labels) == 1 else labels
         if self.head is Head.QUESTION_ANSWERING:
@@ -222,17 +249,17 @@ class PerSampleLoss:
 
 
 def takes(base: nn.Module, name: str) -> bool:
-    """Whether a forward takes this keyword by name, itself or through the trunk it hands its keywords to."""
+    """Whether `forward` takes this keyword, itself or through the base model that it passes its keywords to."""
     parameters = inspect.signature(base.forward).parameters
     if name in parameters:
         return True
-    trunk = getattr(base, "base_model", base)
-    hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return hands_on and trunk is not base and name in inspect.signature(trunk.forward).parameters
+    inner = getattr(base, "base_model", base)
+    passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return passes_on and inner is not base and name in inspect.signature(inner.forward).parameters
 
 
 def _decoder_inputs(base: nn.Module, labels: Tensor, required: bool) -> dict[str, Tensor]:
-    """The decoder inputs that the model would have made from the labels, had it been given them."""
+    """The decoder inputs that the model makes from labels when it gets them."""
     prepare = getattr(base, "prepare_decoder_input_ids_from_labels", None)
     if prepare is None and required:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""From the records of one draw to micro-batches: one row for each record, and padding that is marked as such.
+"""Splits the records of one draw into micro-batches with one row per record and marked padding.
 
-Clipping bounds the influence of a row. So a row must be a record, a whole one, and nothing in it may depend on the
-records beside it: not their number, and not their length.
+Clipping bounds the influence of a row. So each row must be exactly one record, and nothing in it may depend on the
+other records of the batch, neither on their number nor on their length.
 """
 
 import itertools
@@ -17,11 +17,15 @@ from hf_private.randomness import reseed_global
 from .losses import LABEL_NAMES
 
 
+class CollatorError(ValueError):
+    """The data collator makes records depend on each other, or does not return one row per record."""
+
+
 class LogicalBatch:
     """One Poisson draw (this rank's share of it) as a list of collated micro-batches, possibly none.
 
     It is opaque on purpose. Trainer and Accelerate look for keys, lengths and `.to` in a batch, to count, log or move
-    its contents; they find nothing here and pass it on to `training_step`. Its size is private: do not log it.
+    its contents. They find nothing here and pass it on to `training_step`. Its size is private: do not log it.
 
     >>> "labels" in LogicalBatch([{"labels": [1, 2]}], size=2)
     False
@@ -43,10 +47,10 @@ class LogicalCollator:
     Args:
         collator: The user's data collator: list of records to one batch.
         max_rows: Most records in a micro-batch.
-        max_tokens: Most tokens in a micro-batch after padding (rows x longest). A longer record goes alone.
-        rows_of: Names of tensors that must have one row for each record, also where it is alone. Clipping bounds the
-            influence of a row: a record in several rows would have several times that, and records in one row would
-            not be told apart. If any are named, all tensors of a batch are looked at, and its padding too.
+        max_tokens: Most tokens in a micro-batch after padding (rows x longest). A longer record is alone in its own.
+        rows_of: Names of tensors that must have one row per record, even in a batch of one record. A record in several
+            rows would have several times the influence that clipping allows, and records that share a row cannot be
+            separated. If any name is given, all tensors of a batch and its padding are checked.
 
     >>> collator = LogicalCollator(lambda records: [r["input_ids"] for r in records], max_rows=2)
     >>> collator([{"input_ids": [1]}, {"input_ids": [2, 3, 4]}, {"input_ids": [5, 6]}]).micro_batches
@@ -80,7 +84,7 @@ class LogicalCollator:
             for name, value in batch.items():
                 shape = getattr(value, "shape", ())
                 if shape and shape[0] != len(records) and (name in self.rows_of or len(records) > 1):
-                    raise ValueError(
+                    raise CollatorError(
                         f"`data_collator` must return one row for each record, got {shape[0]} rows of `{name}` for"
                         f" {len(records)} records. Do not pack or split records in it: cut the dataset into records"
                         " that fit, and set `records_per_unit` to the largest number that one person then has. What"
@@ -91,14 +95,16 @@ class LogicalCollator:
 
 
 def refuse_unmarked_padding(records: Sequence[Any], batch: Mapping[str, Any]) -> None:
-    """Padding that nothing marks is text (or sound, or a dark edge) to a model, and there is as much of it as the
-    longest neighbour asks for.
+    """Refuse padding that no mask marks: the model treats it as content, and the longest neighbour decides how much
+    of it there is.
 
-    Each record may have got as many tokens more as the longest has (a collator may add an end of text), not more. Of
-    what is not tokens, the larger of two records must have the larger mask.
+    A collator may add tokens (an end of text), but no more to any record than to the longest one. For inputs that are
+    not tokens, the larger of two records must have the larger mask.
     """
+    if not all(isinstance(record, Mapping) and "input_ids" in record for record in records):
+        _refuse_unknown_lengths(records, batch)
     if not all(isinstance(record, Mapping) for record in records):
-        return  # tokens are made in the collator: how many belong to a record is not known
+        return
     sizes = {name: [_tokens(record.get(name)) for record in records] for name in records[0] if name in batch}
     lengths = sizes.get("input_ids", [])
     aligned = ("input_ids", *LABEL_NAMES, *(name for name in sizes if sizes[name] == lengths))
@@ -106,29 +112,43 @@ def refuse_unmarked_padding(records: Sequence[Any], batch: Mapping[str, Any]) ->
         if len(set(values)) > 1 and name not in aligned and not name.startswith("decoder_"):
             masks = [batch[other] for other in batch if other.endswith("mask") and other not in aligned]
             if not any(_grows(_marks(mask, len(records)), values) for mask in masks):
-                raise ValueError(
+                raise CollatorError(
                     f"`data_collator` must return a mask beside `{name}`, whose size is not the same in all records,"
-                    " got none that grows with it: padding would count as content. Take a collator that masks what it"
+                    " got none that grows with it: padding would count as content. Use a collator that masks what it"
                     " pads, bring the records to one size beforehand, or set `per_device_train_batch_size=1`."
                 )
     if len(set(lengths)) <= 1:
         return
     if (mask := batch.get("attention_mask")) is None:
-        raise ValueError(
+        raise CollatorError(
             "`data_collator` must return an `attention_mask` for records of different lengths, got none: padding would"
-            " count as text. Take a collator that pads and masks, such as DataCollatorWithPadding."
+            " count as text. Use a collator that pads and masks, such as DataCollatorWithPadding."
         )
     added = [marked - length for marked, length in zip(_marks(mask, len(records)), lengths, strict=True)]
     most = max(0, added[lengths.index(max(lengths))])
     if max(added) > most:
-        raise ValueError(
+        raise CollatorError(
             f"`attention_mask` must be 0 at padding, got a record of {lengths[added.index(max(added))]} tokens with"
             f" {max(added)} more in its mask: they would count as text. Let the collator mask what it pads."
         )
 
 
+def _refuse_unknown_lengths(records: Sequence[Any], batch: Mapping[str, Any]) -> None:
+    """Where the collator makes the tokens, their number in each record is not known: a mask has to tell it."""
+    if len(records) == 1 or "input_ids" not in batch or any(name.endswith("mask") for name in batch):
+        return
+    shapes = {getattr(record, "shape", None) for record in records}
+    if len(shapes) == 1 and None not in shapes:  # tensors of one shape
+        return
+    raise CollatorError(
+        "`data_collator` must return an `attention_mask` beside `input_ids`, got none: the records may have different"
+        " lengths, and padding would count as text. Return the tokenizer's `attention_mask`, and labels of -100 where"
+        " it is 0."
+    )
+
+
 def _marks(mask: Any, records: int) -> list[int]:
-    """How many places of each record a mask marks."""
+    """How many positions of each record a mask marks."""
     return np.asarray(mask).reshape(records, -1).astype(bool).sum(1).tolist()
 
 
@@ -142,7 +162,7 @@ def _grows(marks: Sequence[int], sizes: Sequence[int]) -> bool:
 
 
 def split(lengths: Sequence[int], max_rows: int, max_tokens: int | None = None) -> list[list[int]]:
-    """Positions of the records by micro-batch, longest first, so that memory runs out at once or never.
+    """Positions of the records by micro-batch, longest first: if memory runs out, it does so in the first one.
 
     >>> split([3, 9, 4, 2], max_rows=3, max_tokens=8)
     [[1], [2, 0], [3]]
@@ -158,14 +178,14 @@ def split(lengths: Sequence[int], max_rows: int, max_tokens: int | None = None) 
 
 
 def length_of(feature: Any) -> int:
-    """Tokens of one record: of its input or of the decoder's labels, whichever is longer; 1 if it has no tokens."""
+    """Number of tokens of one record: its input or its labels, whichever is longer; 1 if it has no tokens."""
     if not isinstance(feature, Mapping) or "input_ids" not in feature:
         return 1
     return max(1, _tokens(feature["input_ids"]), _tokens(feature.get("labels")))
 
 
 def _tokens(ids: Any) -> int:
-    """Elements of a sequence, or of a ragged list of sequences once it is padded (multiple choice)."""
+    """Number of elements of a sequence, or of a padded list of sequences (multiple choice)."""
     shape = getattr(ids, "shape", None)
     if shape is not None:
         return math.prod(shape)

@@ -1,4 +1,6 @@
-"""Public random batches for a model's head: what the self-check and the doctor run instead of anybody's data."""
+"""Random batches for a model's head. The self-check and `hf-private doctor` run on them instead of on real data."""
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -6,11 +8,12 @@ from torch import Tensor, nn
 from hf_private._validate import integer_at_least
 
 from .heads import IGNORE_INDEX, Head, base_model, head_of
+from .limits import positions_of, vocabulary_of
 from .losses import SINGLE_LABEL, problem_type, takes
 
 CHOICES = 3
 TOKEN_HEADS = (Head.CAUSAL_LM, Head.MASKED_LM, Head.SEQ2SEQ_LM, Head.TOKEN_CLASSIFICATION)
-# Convolutional networks name no image size; this one survives five halvings.
+# For convolutional networks, whose configs name no image size: large enough to be halved five times.
 IMAGE_SIZE = 64
 SPECIAL_TOKENS = ("pad", "bos", "eos", "cls", "sep", "mask", "unk", "decoder_start", "forced_eos")
 
@@ -35,7 +38,7 @@ def synthetic_batch(
     """
     integer_at_least(1, batch_size=batch_size, length=length)
     generator = generator or torch.Generator().manual_seed(0)
-    length = min(length, _positions(model))
+    length = min(length, positions_of(model))
     lengths = torch.randint(min(2, length), length + 1, (batch_size,), generator=generator)
     lengths[0] = length
     if length > 2:
@@ -67,9 +70,10 @@ def random_labels(model: nn.Module, batch: dict[str, Tensor], generator: torch.G
 
 
 def widen(model: nn.Module, batch: dict[str, Tensor], columns: int) -> dict[str, Tensor]:
-    """A copy of a text batch with more padding on the right, as a longer neighbour would cause; no record may feel it.
+    """A copy of a text batch with more padding on the right, as a longer neighbour would cause. It must not change a
+    record's loss.
 
-    A batch of images is returned as it is. The model must have the positions for it.
+    A batch of images is returned unchanged. The model must have enough positions.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -104,12 +108,12 @@ def _draw(model: nn.Module, lengths: Tensor, width: int, generator: torch.Genera
     return {name: value.to(base.device) for name, value in batch.items()}
 
 
-def _text(base: nn.Module, lengths: Tensor, width: int, generator: torch.Generator) -> dict[str, Tensor]:
+def _text(base: Any, lengths: Tensor, width: int, generator: torch.Generator) -> dict[str, Tensor]:
     config = base.config.get_text_config()
     mask = torch.arange(width) < lengths[:, None]
     ids = _tokens(base, mask.shape, generator)
     if base.config.is_encoder_decoder and base.config.eos_token_id is not None:
-        # Classifiers of this family read the state at the one <eos> that every record must have.
+        # Classifiers of this family read the state at the single <eos> that every record must have.
         ids[torch.arange(len(ids)), lengths - 1] = _first(base.config.eos_token_id)
     batch = {"input_ids": ids.masked_fill(~mask, _padding(base)), "attention_mask": mask.long()}
     segments = getattr(config, "type_vocab_size", None) or 0
@@ -119,7 +123,7 @@ def _text(base: nn.Module, lengths: Tensor, width: int, generator: torch.Generat
 
 
 def _labels(
-    base: nn.Module, head: Head, batch: dict[str, Tensor], lengths: Tensor, generator: torch.Generator
+    base: Any, head: Head, batch: dict[str, Tensor], lengths: Tensor, generator: torch.Generator
 ) -> dict[str, Tensor]:
     rows, config = len(lengths), base.config
     if head is Head.CLASSIFICATION:
@@ -140,7 +144,7 @@ def _labels(
     elif head is Head.MASKED_LM:
         labels = _tokens(base, ids.shape, generator)
         unmasked = torch.rand(ids.shape, generator=generator) < 0.5
-        unmasked[:, 0] = False  # a record without any label would check nothing
+        unmasked[:, 0] = False  # every record needs a label
         ignored = ignored | unmasked
     elif head is Head.SEQ2SEQ_LM:
         targets = torch.randint(1, ids.shape[1] + 1, (rows,), generator=generator)
@@ -153,9 +157,9 @@ def _labels(
     return {"labels": labels.masked_fill(ignored, IGNORE_INDEX)}
 
 
-def _tokens(base: nn.Module, shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """Ids drawn from the vocabulary without its special tokens."""
-    ordinary = torch.ones(_vocabulary(base), dtype=torch.bool)
+def ordinary_tokens(base: Any) -> Tensor:
+    """All ids (V,) of a Transformers model's vocabulary but its special tokens."""
+    ordinary = torch.ones(vocabulary_of(base), dtype=torch.bool)
     config = base.config.get_text_config()
     for name in SPECIAL_TOKENS:
         special = getattr(config, f"{name}_token_id", None)
@@ -165,33 +169,18 @@ def _tokens(base: nn.Module, shape: torch.Size, generator: torch.Generator) -> T
     ids = ordinary.nonzero().flatten()
     if len(ids) < 2:
         raise ValueError(f"`vocab_size` must leave 2 ordinary tokens, got {len(ordinary)}. Use a larger vocabulary.")
+    return ids
+
+
+def _tokens(base: Any, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """Ids drawn from the vocabulary without its special tokens."""
+    ids = ordinary_tokens(base)
     return ids[torch.randint(len(ids), shape, generator=generator)]
 
 
-def _padding(base: nn.Module) -> int:
+def _padding(base: Any) -> int:
     pad = getattr(base.config.get_text_config(), "pad_token_id", None)
-    return pad if pad is not None and 0 <= pad < _vocabulary(base) else 0
-
-
-def _vocabulary(base: nn.Module) -> int:
-    """Ids that are valid on both ends: in the (possibly resized) embedding and in the logits."""
-    sizes = [len(layer.weight) for layer in (base.get_input_embeddings(), base.get_output_embeddings()) if layer]
-    return min(sizes) if sizes else base.config.get_text_config().vocab_size
-
-
-def _positions(model: nn.Module) -> int:
-    """The most tokens a row may have. RoBERTa numbers positions after its padding index, which costs some."""
-    base = base_model(model)
-    most = getattr(base.config.get_text_config(), "max_position_embeddings", None) or 0
-    most = most if most > 0 else 2**31  # XLNet says -1 for no limit
-    for name, module in base.named_modules():
-        if (
-            name.endswith("position_embeddings")
-            and isinstance(module, nn.Embedding)
-            and module.padding_idx is not None
-        ):
-            most = min(most, module.num_embeddings - module.padding_idx - 1)
-    return most
+    return pad if pad is not None and 0 <= pad < vocabulary_of(base) else 0
 
 
 def _main_input(model: nn.Module) -> str:
@@ -204,7 +193,7 @@ def _main_input(model: nn.Module) -> str:
     return base.main_input_name
 
 
-def _image_shape(config: object) -> tuple[int, int, int]:
+def _image_shape(config: Any) -> tuple[int, int, int]:
     """(channels, height, width)"""
     if getattr(config, "pretrained_cfg", None):  # timm
         return tuple(config.pretrained_cfg["input_size"])

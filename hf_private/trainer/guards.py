@@ -1,4 +1,4 @@
-"""What must be true of a run before its update is trusted: of its data, on all ranks, its optimizer, its gradients."""
+"""Checks of a run before and while it trains: its data, its ranks, its optimizer, its gradients."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,34 +7,40 @@ from datasets.fingerprint import Hasher
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from transformers import TrainingArguments, set_seed
+from transformers import TrainerCallback, TrainingArguments, set_seed
 from transformers.utils import logging
 
 from hf_private.distributed.ranks import Ranks
 from hf_private.gradients.bookkeeper import trainable
 
+from .fingerprints import MOST_SHARED, TrainingRecords
+
 logger = logging.get_logger(__name__)
 
+TRAINED_ON = (
+    "`eval_dataset` must not be the training set, got the same records: their loss would be logged without noise."
+    " Evaluate on other records, or set `log_nonprivate=True`, which makes the run NOT PRIVATE."
+)
 SAMPLES = 64  # records that are compared between ranks
-SHARED = (  # settings by which ranks would come to different weights, or wait for each other for ever
+SHARED = (  # settings that must be equal, or ranks end with different weights or wait for each other for ever
     *("seed", "optim", "learning_rate", "weight_decay", "lr_scheduler_type", "warmup_steps", "max_steps"),
     *("num_train_epochs", "eval_strategy", "eval_steps", "save_strategy", "save_steps", "load_best_model_at_end"),
 )
 
 
 def check_ranks(ranks: Ranks, args: TrainingArguments) -> None:
-    """The ranks that share out the draw must be those that add up the sums, and be set up alike."""
+    """The ranks that split the draw must be those that add up the sums, with the same settings."""
     if (ranks.rank, ranks.world_size) != (args.process_index, args.world_size):
         raise ValueError(
             f"`world_size` must be that of torch's process group, got {args.world_size} in TrainingArguments and"
             f" {ranks.world_size} there: a record would be taken by several ranks. Start the script with torchrun or"
-            " `accelerate launch`, which tell both."
+            " `accelerate launch`, which set both."
         )
     ranks.assert_equal(**{name: getattr(args, name) for name in SHARED})
 
 
 def check_size(expected_batch_size: int, target_delta: float, num_records: int) -> None:
-    """The batch must fit into the data, and delta should mean something for so many records."""
+    """The batch must not exceed the data, and delta should be meaningful for this number of records."""
     if expected_batch_size > num_records:
         raise ValueError(
             f"`expected_batch_size` must be at most the number of records ({num_records}), got"
@@ -53,14 +59,36 @@ def check_evaluation(evaluation: Any, training: Any) -> None:
     for dataset in evaluation.values() if isinstance(evaluation, dict) else (evaluation,):
         same = dataset is training or (mark is not None and getattr(dataset, "_fingerprint", None) == mark)
         if dataset is not None and same:
-            raise ValueError(
-                "`eval_dataset` must not be the training set, got the same records: their loss would be logged without"
-                " noise. Evaluate on other records, or set `log_nonprivate=True`, which makes the run NOT PRIVATE."
+            raise ValueError(TRAINED_ON)
+
+
+def check_content(evaluation: Any, known: TrainingRecords) -> None:
+    """No evaluation set may hold more than a few training records, whatever object they are in."""
+    for dataset in evaluation.values() if isinstance(evaluation, dict) else (evaluation,):
+        if dataset is None or isinstance(dataset, str):
+            continue
+        if known.share_of(dataset) > MOST_SHARED:
+            raise ValueError(TRAINED_ON)
+
+
+class PrivateStepGuard(TrainerCallback):
+    """Stops a step whose gradient is not the mechanism's, as of a subclass with its own `training_step`."""
+
+    def __init__(self) -> None:
+        self.released = 0  # by the mechanism, since the optimizer's last step
+
+    def on_pre_optimizer_step(self, *_: Any, model: nn.Module, **__: Any) -> None:
+        """Between `training_step` and the optimizer: there must have been one private release, or no gradient."""
+        released, self.released = self.released, 0
+        if released != 1 and any(p.grad is not None for p in model.parameters()):
+            raise RuntimeError(
+                f"`training_step` must run the mechanism once for each step, got {released} times. An overriding"
+                " method has to call DPTrainer's with `super().training_step(...)`."
             )
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """The optimizer must update the very Parameter objects whose gradients are made private."""
+    """The optimizer must update exactly the Parameter objects whose gradients are made private."""
     engine = {id(p): name for name, p in trainable(model).items()}
     held = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     if missing := [name for key, name in engine.items() if key not in held]:
@@ -71,38 +99,47 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     if strangers := held.keys() - engine.keys():
         raise ValueError(
             f"`optimizers` must hold parameters of the model only, got {len(strangers)} others. It was built for"
-            " another copy of the model: build it from trainer.model.parameters()."
+            " a different copy of the model: build it from trainer.model.parameters()."
         )
 
 
 def check_parameters(model: nn.Module, engine: Mapping[str, nn.Parameter]) -> None:
-    """What is trainable must stay so in a run: the very parameters that the engine clips and adds noise to."""
+    """The trainable parameters must not change during a run: the engine clips and adds noise to exactly these."""
     now = trainable(model)
     if odd := [name for name in {**engine, **now} if now.get(name) is not engine.get(name)]:
-        what = "replaced" if odd[0] in now and odd[0] in engine else "unfrozen" if odd[0] in now else "frozen"
+        what = "replaced"
+        if odd[0] not in now:
+            what = "frozen"
+        elif odd[0] not in engine:
+            what = "unfrozen"
         raise RuntimeError(
-            f"`{odd[0]}` must stay as it was when the run began, got {what} ({len(odd)} such parameters). The engine,"
-            " the optimizer and the noise were made for the others. For a phase with other parameters build a new"
-            " DPTrainer on the same output_dir: its spending goes on."
+            f"`{odd[0]}` must stay as it was when the run began, got {what} ({len(odd)} such parameters). The engine"
+            " and the optimizer hold the earlier ones. To train other parameters, build a new DPTrainer on the same"
+            " output_dir: it continues the spending."
         )
 
 
 def check_gradients(model: nn.Module, noised: bool) -> None:
-    """Every trainable parameter must have got a gradient, finite and, if it is `noised`, not zero throughout."""
+    """Every trainable parameter must have a finite gradient and, if it is `noised`, one that is not all zero."""
     for name, p in trainable(model).items():
         grad = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad  # this rank's rows, maybe none
-        ok = grad is not None and bool(grad.isfinite().all())
-        if not ok or (noised and grad.numel() and not grad.any()):
-            got = "none" if grad is None else "zero" if ok else "one that is not finite"
+        got = None
+        if grad is None:
+            got = "none"
+        elif not grad.isfinite().all():
+            got = "one that is not finite"
+        elif noised and grad.numel() and not grad.any():
+            got = "zero"
+        if got is not None:
             raise RuntimeError(f"`{name}` must have a finite, non-zero gradient after a private step, got {got}.")
 
 
 def order_of(dataset: Any) -> tuple[int, str | None] | None:
-    """Number of records, and a hash of some, by which ranks see that they hold the same records in the same order.
+    """Number of records and a hash of some of them. Ranks compare it to see that they hold the same records in order.
 
-    A draw is a set of positions, shared out among the ranks: with another order on each, one record could be in it
-    twice. A dataset may augment what it gives, so the global generators are seeded first, to be seeded anew before
-    training. The hash is None for one that draws from generators of its own.
+    A draw is a set of positions, split among the ranks: if their orders differ, one record can be drawn twice. A
+    dataset may augment its records, so the global generators are seeded first (and again before training). The hash is
+    None for a dataset that draws from its own generators.
 
     >>> order_of(["a", "b"]) == order_of(["b", "a"])
     False
@@ -119,14 +156,14 @@ def order_of(dataset: Any) -> tuple[int, str | None] | None:
 
 
 def check_order(ranks: Ranks, dataset: Any) -> None:
-    """The ranks must hold the same records in the same order, and it must be possible to see that."""
+    """The ranks must hold the same records in the same order, and it must be possible to check that."""
     if ranks.world_size == 1:
         return
     order = order_of(dataset)
     ranks.assert_equal(train_dataset=order)
     if order is not None and order[1] is None:
         raise ValueError(
-            f"`train_dataset` ({type(dataset).__name__}) must give equal records for equal seeds, got others each"
-            " time: it cannot be seen whether the ranks hold the same records, and one on two of them would count"
-            " twice. Augment in the data collator, or by the global generators of random, numpy or torch."
+            f"`train_dataset` ({type(dataset).__name__}) must give equal records for equal seeds, got different"
+            " ones: whether the ranks hold the same records cannot be checked, and a record on two ranks would count"
+            " twice. Augment in the data collator, or with the global generators of random, numpy or torch."
         )

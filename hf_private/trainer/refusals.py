@@ -1,11 +1,11 @@
-"""Trainer settings that a private run has to refuse, each with its reason and a remedy."""
+"""Trainer settings that a private run refuses, each with its reason and a remedy."""
 
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
-from transformers import DataCollatorWithFlattening, TrainingArguments
+from transformers import DataCollatorWithFlattening, Seq2SeqTrainer, Trainer, TrainingArguments
 
 
 class Refusal(NamedTuple):
@@ -19,7 +19,12 @@ class Refusal(NamedTuple):
 
 def _parallel(args: TrainingArguments) -> bool:
     plan = args.parallelism_config
-    return plan is not None and max(plan.tp_size, plan.cp_size, plan.sp_size) > 1
+    return plan is not None and any((size or 1) > 1 for size in (plan.tp_size, plan.cp_size, plan.sp_size))
+
+
+def _fsdp1(args: TrainingArguments) -> bool:
+    settings = args.fsdp_config if isinstance(args.fsdp_config, dict) else {}
+    return bool(args.fsdp) and int(settings.get("version", 2)) == 1
 
 
 REFUSED_ARGS = (
@@ -33,7 +38,7 @@ REFUSED_ARGS = (
     Refusal(
         "gradient_accumulation_steps",  # the loop's own, which DPTrainer sets to 1
         lambda a: a.gradient_accumulation_steps != 1,
-        "each step of the loop is a whole private step, and all but the last would be thrown away",
+        "each step of the loop is a whole private step, and all but the last would be discarded",
         "Set it before DPTrainer is built, or set `expected_batch_size` of DPConfig.",
     ),
     Refusal(
@@ -48,27 +53,27 @@ REFUSED_ARGS = (
     Refusal("deepspeed", lambda a: bool(a.deepspeed), "it owns backward and the gradients", "Use DDP or FSDP2."),
     Refusal(
         "fsdp",
-        lambda a: bool(a.fsdp) and int((a.fsdp_config or {}).get("version", 2)) == 1,
-        "FSDP1 flattens parameters, so that layers cannot be told apart",
+        _fsdp1,
+        "FSDP1 flattens parameters, so gradients of single layers are not available",
         "Use FSDP2: fsdp_config={'version': 2}.",
     ),
     Refusal("parallelism_config", _parallel, "records are split over devices", "Use data parallelism only."),
     Refusal(
         "n_gpu",
         lambda a: a.n_gpu > 1,
-        "nn.DataParallel splits batches behind the accountant's back",
-        "Launch one process per GPU (torchrun, accelerate launch), or show one GPU only.",
+        "nn.DataParallel splits each batch over devices, and gradients of single records are lost",
+        "Launch one process per GPU (torchrun, accelerate launch), or make one GPU visible.",
     ),
     Refusal(
         "auto_find_batch_size",
         lambda a: a.auto_find_batch_size,
-        "it restarts training in the middle",
+        "it restarts training after an error, with the same noise",
         "Lower per_device_train_batch_size; with a fixed `expected_batch_size` it only changes speed and memory.",
     ),
     Refusal(
         "skip_memory_metrics",
         lambda a: not a.skip_memory_metrics,
-        "it logs the peak of memory, which the longest private record decides",
+        "it logs the peak of memory, which depends on the longest private record",
         "Leave it at True.",
     ),
     Refusal(
@@ -102,6 +107,24 @@ REFUSED_ARGS = (
         "Use 'every_save' or 'end'.",
     ),
     Refusal(
+        "dataloader_drop_last",
+        lambda a: a.dataloader_drop_last,
+        "there is no last batch: every step takes a Poisson sample of all records",
+        "Leave it at False.",
+    ),
+    Refusal(
+        "packing",  # of TRL, whatever the strategy
+        lambda a: bool(getattr(a, "packing", False)),
+        "it puts several records into one row, so their gradients cannot be separated",
+        "Set packing=False.",
+    ),
+    Refusal(
+        "padding_free",  # of TRL
+        lambda a: bool(getattr(a, "padding_free", False)),
+        "it puts all records of a batch into one row, so their gradients cannot be separated",
+        "Set padding_free=False.",
+    ),
+    Refusal(
         "debug",
         lambda a: "underflow_overflow" in a.debug,
         "it prints activations of private records",
@@ -111,7 +134,7 @@ REFUSED_ARGS = (
 
 
 def _launched() -> Iterator[str]:
-    """What `accelerate launch` has set up without TrainingArguments knowing of it."""
+    """Settings of `accelerate launch`, which TrainingArguments does not show."""
 
     def on(name: str) -> bool:
         return os.environ.get(name, "").lower() in ("1", "true", "yes")
@@ -126,8 +149,8 @@ def _launched() -> Iterator[str]:
         )
     if on("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
         yield (
-            "`fsdp_version` = 1 cannot be combined with privacy: FSDP1 flattens parameters, so that layers cannot be"
-            " told apart. Launch with fsdp_version: 2."
+            "`fsdp_version` = 1 cannot be combined with privacy: FSDP1 flattens parameters, so gradients of single"
+            " layers are not available. Launch with fsdp_version: 2."
         )
 
 
@@ -139,7 +162,7 @@ def refusals(
     compute_loss_func: Any = None,
     custom_compute_loss: bool = False,
 ) -> Iterator[str]:
-    """Why this Trainer cannot run privately: one line for each setting, with its reason and a remedy."""
+    """Why this Trainer cannot run privately: one line per setting, with its reason and a remedy."""
     for name, applies, reason, remedy in REFUSED_ARGS:
         if applies(args):
             yield f"`{name}` = {getattr(args, name)!r} cannot be combined with privacy: {reason}. {remedy}"
@@ -159,8 +182,13 @@ def refusals(
     if isinstance(data_collator, DataCollatorWithFlattening) or getattr(data_collator, "padding_free", False):
         yield (
             f"`data_collator` = {type(data_collator).__name__} cannot be combined with privacy: it packs several"
-            " records into one row, so that their gradients cannot be told apart. Use a collator that pads, such as"
+            " records into one row, so their gradients cannot be separated. Use a collator that pads, such as"
             " DataCollatorWithPadding."
+        )
+    if getattr(data_collator, "seed", None) is not None:
+        yield (
+            f"`data_collator.seed` = {data_collator.seed!r} cannot be combined with privacy: whoever knows it knows"
+            " which tokens were masked. Leave it unset: the generators are seeded by the operating system."
         )
     tokenizer = getattr(data_collator, "tokenizer", None)
     if getattr(tokenizer, "padding_side", "right") == "left":
@@ -169,3 +197,29 @@ def refusals(
             " positions by the length of its neighbours. Give `data_collator` a tokenizer with padding_side='right';"
             " the one that you use for generation may keep 'left'."
         )
+
+
+def refused_overrides(trainer: Trainer) -> Iterator[str]:
+    """Overridden methods of Trainer that a private run would ignore, or that would void the guarantee."""
+    if _origin(trainer, "_get_train_sampler") is not Trainer:
+        yield (
+            "`_get_train_sampler` cannot be overridden with privacy: the accountant's amplification holds for Poisson"
+            " batches only. Remove it; set `expected_batch_size` of DPConfig."
+        )
+    if not _origin(trainer, "get_train_dataloader").__module__.startswith("hf_private."):
+        yield (
+            "`get_train_dataloader` cannot be overridden with privacy: the accountant's amplification holds for"
+            " Poisson batches only. Pass `train_dataset` and `data_collator` instead."
+        )
+    if getattr(trainer.args, "predict_with_generate", False) and not isinstance(trainer, Seq2SeqTrainer):
+        yield (
+            "`predict_with_generate` = True has no effect on DPTrainer, which does not generate. Use"
+            " `class Mine(DPTrainer, Seq2SeqTrainer)`, or set it to False."
+        )
+
+
+def _origin(trainer: Trainer, name: str) -> type:
+    """The class whose method a trainer calls; the trainer's own class for an attribute of the object."""
+    if name in vars(trainer):
+        return type(name, (), {"__module__": "object"})
+    return next(parent for parent in type(trainer).__mro__ if name in vars(parent))

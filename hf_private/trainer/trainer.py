@@ -35,15 +35,14 @@ from hf_private.methods.registry import resolve_method
 from hf_private.randomness import Key
 from hf_private.spending.lineage import trainings
 from hf_private.spending.spending import LEDGER, Spending
-from hf_private.tasks.heads import base_model
 from hf_private.tasks.losses import LABEL_NAMES, PerSampleLoss
 from hf_private.tasks.micro_batches import LogicalCollator
-from hf_private.tasks.synthetic import synthetic_batch
 
 from .callbacks import PrivacyCallback
+from .data_guards import EvaluationGuard, check_data, main_input, public_batch
 from .facts import public_facts
 from .guards import (
-    check_evaluation,
+    PrivateStepGuard,
     check_gradients,
     check_optimizer,
     check_order,
@@ -51,13 +50,14 @@ from .guards import (
     check_ranks,
     check_size,
 )
+from .interruption import GracefulStop
+from .log_filter import LogFilter
 from .publishing import PublishingTrainer, own_arguments
-from .refusals import refusals
+from .refusals import refusals, refused_overrides
+from .rehearsal import rehearse
 from .resume import check_layout, last_checkpoint
 
 logger = logging.get_logger(__name__)
-
-NONPRIVATE_METRICS = ("loss", "train_loss", "grad_norm", "num_input_tokens_seen")
 
 
 class Keys(NamedTuple):
@@ -134,6 +134,7 @@ class DPTrainer(PublishingTrainer):
         self.anchor_dataset = anchor_dataset
         self._given_batch_size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         self.expected_batch_size = dp_config.expected_batch_size or self._given_batch_size
+        self.evaluation_guard = EvaluationGuard(self)
         self._keys: Keys | None = None
         self._mechanism: Mechanism | None = None
         self._gradients_checked = False
@@ -170,6 +171,12 @@ class DPTrainer(PublishingTrainer):
         self.dp_config = self._with_checked_anchors(dp_config)
         self.privacy_callback = PrivacyCallback(self.spending)
         self.callback_handler.callbacks.insert(0, self.privacy_callback)  # before the reporters, who then see epsilon
+        self.log_filter = LogFilter(self.dp_config)
+        self.log_filter.keep_first(self.callback_handler)
+        self.graceful_stop = GracefulStop(self.ranks)
+        self.step_guard = PrivateStepGuard()
+        for callback in (self.graceful_stop, self.step_guard):
+            self.add_callback(callback)
 
     def _validate_args(self) -> None:
         self._check_settings()
@@ -192,13 +199,9 @@ class DPTrainer(PublishingTrainer):
             compute_loss_func=self.compute_loss_func,
             custom_compute_loss=type(self).compute_loss is not Trainer.compute_loss,
         )
-        if found := list(problems):
+        if found := [*problems, *refused_overrides(self)]:
             raise ValueError("\n".join(found))
-        self._check_evaluation(self.eval_dataset)
-
-    def _check_evaluation(self, *evaluation: Any) -> None:
-        for dataset in evaluation if self.dp_config.is_private and not self.dp_config.log_nonprivate else ():
-            check_evaluation(dataset, self.train_dataset)
+        self.evaluation_guard.check(self.eval_dataset)
 
     # ---- one run
 
@@ -214,17 +217,21 @@ class DPTrainer(PublishingTrainer):
         self.spending.set_budget(
             config.target_epsilon, config.target_delta, config.accountant, config.records_per_unit
         )
+        self.log_filter.config = self.dp_config
+        self.log_filter.keep_first(self.callback_handler)
         check_ranks(self.ranks, self.args)
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self.ranks.run_on_first(last_checkpoint, self.output_dir)
         try:
-            with self._tracked(resume_from_checkpoint or None):
+            with self._tracked(resume_from_checkpoint or None), self.graceful_stop.listening():
                 self.ranks.run_on_all(check_layout, resume_from_checkpoint, self)
                 self.expected_batch_size = self.ranks.run_on_first(
                     self._resolve_batch_size, bool(resume_from_checkpoint)
                 )
                 self.ranks.assert_equal(dp_config=self.dp_config.to_dict())
                 check_order(self.ranks, self.train_dataset)
+                self.evaluation_guard.forget()
+                self.evaluation_guard.check_content(self.eval_dataset)
                 self._keys = self._draw_keys()
                 reseed_global()
                 output = super().train(resume_from_checkpoint, None, ignore_keys_for_eval)
@@ -233,6 +240,7 @@ class DPTrainer(PublishingTrainer):
             self._keys = None
             self._mechanism = None
             self.is_in_train = False
+        self.graceful_stop.raise_if_stopped()
         return output if self.dp_config.log_nonprivate else output._replace(training_loss=math.nan)
 
     def _resolve_batch_size(self, resumes: bool) -> int:
@@ -269,15 +277,17 @@ class DPTrainer(PublishingTrainer):
             rank=args.process_index,
             world_size=args.world_size,
         )
+        logical = LogicalCollator(
+            collator,
+            args.per_device_train_batch_size,
+            self.dp_config.micro_batch_tokens,
+            rows_of=(main_input(self.model), *LABEL_NAMES, *(args.label_names or ())),
+        )
+        check_data(self, dataset, logical, all_records=self._keys is not None)
         return PoissonLoader(
             dataset,
             sampler,
-            LogicalCollator(
-                collator,
-                args.per_device_train_batch_size,
-                self.dp_config.micro_batch_tokens,
-                rows_of=(getattr(base_model(self.model), "main_input_name", "input_ids"), *LABEL_NAMES),
-            ),
+            logical,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
@@ -285,10 +295,15 @@ class DPTrainer(PublishingTrainer):
             multiprocessing_context=args.dataloader_multiprocessing_context,
         )
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """Trainer's loader, for anything but the training records, whose metrics would be published without noise."""
-        self._check_evaluation(eval_dataset, self.eval_dataset)
-        return super().get_eval_dataloader(eval_dataset)
+    def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's loop of `evaluate` and `predict`, for anything but the training records: their metrics would be
+        published without noise."""
+        self.evaluation_guard.check_content(getattr(dataloader, "dataset", None))
+        return super().evaluation_loop(dataloader, *args, **kwargs)
+
+    def rehearse(self, steps: int = 2) -> None:
+        """Train, evaluate, save and resume on made-up records in a scratch folder. Charges and changes nothing."""
+        rehearse(self, steps)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """The expected batch size, for Trainer's banner and speed."""
@@ -342,13 +357,13 @@ class DPTrainer(PublishingTrainer):
             max_tokens=self.dp_config.micro_batch_tokens,
             seed=args.seed,
         )
-        loss = PerSampleLoss(self.model, self.per_sample_loss, args.label_smoothing_factor)
+        loss = PerSampleLoss(self.model, self.per_sample_loss, args.label_smoothing_factor, args.label_names)
         return AnchorBooks(self.model, loss, lambda step: map(self._prepare_inputs, data(step)), args.seed)
 
     def _attach(self, method: Method, sample_rate: float, steps: int) -> None:
         """Check the model, fix the noise and the number of steps that may be taken, and build the mechanism."""
         config, model = self.dp_config, self.accelerator.unwrap_model(self.model_wrapped)
-        loss = PerSampleLoss(model, self.per_sample_loss, self.args.label_smoothing_factor)
+        loss = PerSampleLoss(model, self.per_sample_loss, self.args.label_smoothing_factor, self.args.label_names)
         assert self.optimizer is not None and self._keys is not None, "Trainer and `train()` have made them"
         check_optimizer(self.optimizer, model)
         meet = self.args.per_device_train_batch_size > 1
@@ -391,7 +406,7 @@ class DPTrainer(PublishingTrainer):
     ) -> dict[str, Tensor]:
         """A made-up batch for the self-check at the start of `train()`: inputs and labels of records of up to `length`
         tokens, no two alike. Override it for a model or a `per_sample_loss` that needs other inputs."""
-        return synthetic_batch(self.accelerator.unwrap_model(self.model), batch_size, length, generator)
+        return public_batch(self, batch_size, length, generator)
 
     # ---- one step
 
@@ -408,6 +423,7 @@ class DPTrainer(PublishingTrainer):
             return torch.zeros((), device=self.args.device)
         check_parameters(self._mechanism.model, self._mechanism.parameters)
         self._mechanism.step(self._prepare_inputs(batch) for batch in inputs.micro_batches)
+        self.step_guard.released += 1
         self._register_run(self._mechanism.model)
         if not self._gradients_checked and inputs.size:
             check_gradients(self._mechanism.model, self.dp_config.is_private)
@@ -422,11 +438,8 @@ class DPTrainer(PublishingTrainer):
         """No norm in the logs."""
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log what may be published; what is not private only if asked for, and by that name."""
-        for name in NONPRIVATE_METRICS:
-            value = logs.pop(name, None)
-            if value is not None and self.dp_config.log_nonprivate:
-                logs[f"nonprivate_{name}"] = value
+        """Log what may be published; what is not private only if asked for, and by that name. See `LogFilter`."""
+        self.log_filter.keep_first(self.callback_handler)
         super().log(logs, start_time)
 
     def _public_facts(self) -> dict[str, Any]:

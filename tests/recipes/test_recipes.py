@@ -50,7 +50,7 @@ TABLES = [path for path in CONFIGS if path.stem.startswith("sweep")]
 def files(tmp_path_factory) -> Path:
     """Data and models, made up and tiny: sst2/, e2e/, bert/, gpt2/."""
     folder, draw = tmp_path_factory.mktemp("recipes"), random.Random(0)
-    for name, count in (("train", 60), ("dev", 12)):
+    for name, count, first in (("train", 60, 100), ("dev", 12, 0)):
         (folder / "sst2").mkdir(exist_ok=True)
         rows = [f'{i % 2}\t{" ".join(draw.choices(WORDS, k=draw.randint(3, 9)))} "' for i in range(count)]
         (folder / f"sst2/{name}.tsv").write_text("\n".join(["label\tsentence", *rows]) + "\n")
@@ -59,8 +59,8 @@ def files(tmp_path_factory) -> Path:
             writer = csv.writer(file)
             writer.writerow(["mr", "ref"])
             writer.writerows(
-                [f"name[The Fox {i // 3}], food[fish]", f"Fox {i // 3}, {draw.choice(WORDS)}, serves fish."]
-                for i in range(count)
+                [f"name[The Fox {fox}], food[fish]", f"Fox {fox}, {draw.choice(WORDS)}, serves fish."]
+                for fox in (first + i // 3 for i in range(count))
             )
     make_bert(folder / "bert")
     with pytest.MonkeyPatch.context() as patch:

@@ -94,7 +94,7 @@ def test_no_training_is_lost_because_a_folder_has_vanished(tmp_path: Path, kind:
 
 @quick
 def test_what_a_resumed_run_leaves_can_be_saved(tmp_path: Path) -> None:
-    evaluated = {"eval_dataset": training.text()[:8], "eval_strategy": "steps", "eval_steps": 2}
+    evaluated = {"eval_dataset": training.text(seed=1)[:8], "eval_strategy": "steps", "eval_steps": 2}
     training.trainer(tmp_path, callbacks=[training.Stop(2)], **SAVE).train()
     for _ in range(2):  # the second time it is complete already
         again = training.trainer(tmp_path, load_best_model_at_end=True, **SAVE, **evaluated)

@@ -12,6 +12,7 @@ from hf_private.spending.ledger import PrivacyLedger
 from hf_private.spending.run import Plan, Run
 from hf_private.spending.spending import LEDGER, Spending
 from hf_private.trainer.callbacks import PrivacyCallback
+from hf_private.trainer.log_filter import LogFilter
 from tests.support import training
 
 EVENT = Event(0.1, (1.0,))
@@ -90,7 +91,7 @@ def test_a_trainer_stops_before_its_budget_is_overspent(tmp_path: Path) -> None:
 
 def test_the_trainer_has_one_and_reporters_see_epsilon(tmp_path: Path) -> None:
     made = training.trainer(tmp_path)
-    assert isinstance(made.callback_handler.callbacks[0], PrivacyCallback)
+    assert [type(callback) for callback in made.callback_handler.callbacks[:2]] == [LogFilter, PrivacyCallback]
     seen = []
 
     class Reporter(TrainerCallback):

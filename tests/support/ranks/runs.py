@@ -21,7 +21,8 @@ TRAINERS = {
     "lora": {"disjoint_data": True},  # its B is not zero, as if it had been trained before
     "history": {"carriers": CARRIERS | {"source": "history", "warmup_steps": 2, "power_iterations": 2}},
 }
-EVALUATED = {"eval_dataset": RECORDS[:6], "eval_strategy": "steps"}
+OTHERS = [{**record, "input_ids": record["input_ids"][::-1]} for record in RECORDS[:6]]
+EVALUATED = {"eval_dataset": OTHERS, "eval_strategy": "steps"}
 EXTRA = {  # what a method's run is given besides
     "bk": EVALUATED | {"eval_steps": 2},
     "gep": {"anchor_dataset": [{"input_ids": [9, 9, 5 + i, 7 + i, 6, 8], "labels": 0} for i in range(8)]},

@@ -1,0 +1,100 @@
+"""What a DPTrainer asks of its data: checks before the first charge, made-up batches, evaluation on other records."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_private.tasks.collators import check_collator
+from hf_private.tasks.dataset_check import check_dataset
+from hf_private.tasks.heads import base_model, head_of
+from hf_private.tasks.limits import limits_of
+from hf_private.tasks.losses import LABEL_NAMES
+from hf_private.tasks.made_up import ranges_of, sample, schema_of
+from hf_private.tasks.micro_batches import LogicalCollator
+from hf_private.tasks.synthetic import synthetic_batch
+
+from .fingerprints import TrainingRecords
+from .guards import check_content, check_evaluation
+
+if TYPE_CHECKING:
+    from .trainer import DPTrainer
+
+
+def main_input(model: nn.Module) -> str:
+    """Name of a model's main input."""
+    return getattr(base_model(model), "main_input_name", "input_ids")
+
+
+def check_data(trainer: "DPTrainer", dataset: Any, logical: LogicalCollator, all_records: bool) -> None:
+    """Check the collator and, in `train()`, all records; nothing has been charged yet."""
+    assert trainer.model is not None
+    if all_records and trainer.dp_config.check_dataset:
+        head = head_of(trainer.model) if trainer.per_sample_loss is None else None
+        limits = limits_of(trainer.model, head)
+        progress = not trainer.args.disable_tqdm
+        trainer.ranks.run_on_first(check_dataset, dataset, logical.collate, limits, progress)
+    if logical.max_rows > 1:
+        check_collator(logical.collate, dataset, trainer.model)
+
+
+def public_batch(
+    trainer: "DPTrainer", batch_size: int, length: int, generator: torch.Generator | None
+) -> dict[str, Tensor]:
+    """A made-up batch: for the model's head, or with the dataset's schema if `per_sample_loss` replaces the head's."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if trainer.per_sample_loss is None or trainer.train_dataset is None:
+        return synthetic_batch(model, batch_size, length, generator)
+    try:
+        return synthetic_batch(model, batch_size, length, generator)
+    except (AttributeError, ValueError):  # a head or an input that is not listed
+        pass
+    generator = generator or torch.Generator().manual_seed(0)
+    try:
+        make = schema_of(sample(trainer.train_dataset), ranges_of(model))
+        lengths = [length, *torch.randint(2, max(3, length), (batch_size - 1,), generator=generator).tolist()]
+        collator = trainer._get_collator_with_removed_columns(trainer.data_collator, description="made-up")
+        batch = collator([make(size, generator) for size in lengths])
+        return {name: value for name, value in trainer._prepare_inputs(batch).items() if isinstance(value, Tensor)}
+    except Exception:
+        raise ValueError(
+            f"`public_batch` must be overridden for {type(base_model(model)).__name__}: no made-up batch could be"
+            " built for it from the schema of `train_dataset`. Return inputs and labels of made-up records."
+        ) from None
+
+
+class EvaluationGuard:
+    """Keeps training records out of evaluations: their metrics would be logged without noise."""
+
+    def __init__(self, trainer: "DPTrainer") -> None:
+        self.trainer = trainer
+        self._known: TrainingRecords | None = None  # hashed at the first evaluation
+
+    @property
+    def _on(self) -> bool:
+        config = self.trainer.dp_config
+        return self.trainer.train_dataset is not None and config.is_private and not config.log_nonprivate
+
+    def check(self, evaluation: Any) -> None:
+        """Refuse the training set itself; this takes no time."""
+        if self._on:
+            check_evaluation(evaluation, self.trainer.train_dataset)
+
+    def check_content(self, evaluation: Any) -> None:
+        """Refuse a dataset, or a dict of them, whose records are training records."""
+        self.check(evaluation)
+        if self._on and evaluation is not None:
+            if self._known is None or self._known.dataset is not self.trainer.train_dataset:
+                self._known = self._read()
+            check_content(evaluation, self._known)
+
+    def forget(self) -> None:
+        """Read the training records again: they may have been changed in place."""
+        self._known = None
+
+    def _read(self) -> TrainingRecords:
+        trainer = self.trainer
+        assert trainer.model is not None
+        padding = getattr(getattr(base_model(trainer.model), "config", None), "pad_token_id", None)
+        labels = (*LABEL_NAMES, *(trainer.args.label_names or ()))
+        return TrainingRecords(trainer.train_dataset, main_input(trainer.model), padding, labels)

@@ -1,0 +1,125 @@
+"""Recognises training records by their content, whatever object holds them.
+
+Metrics on training records are not private, so DPTrainer does not evaluate them. A slice, another format, a list copy
+or a Subset of the training set is a new object with the same records; a hash of each record's input shows it.
+
+A stream, and records that a dataset changes at random each time, are not recognised.
+
+Cost: each training record is read and hashed once, at the first evaluation. A `datasets.Dataset` takes a second or two
+per million rows (it is read by column); anything else takes as long as reading all its records once.
+"""
+
+import hashlib
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+from torch import Tensor
+
+CHUNK = 10_000
+# Different people may write the same short text, so a few records of any evaluation set can be in the training set.
+MOST_SHARED = 0.1
+
+
+class TrainingRecords:
+    """The inputs of the training records, as hashes.
+
+    Args:
+        dataset: The training set.
+        main_input: Name of the model's main input, such as "input_ids". Records without it are hashed as a whole,
+            without labels.
+        padding: Token id of padding, which is ignored at the end of an input.
+
+    >>> known = TrainingRecords([{"input_ids": [5, 6]}, {"input_ids": [7]}], "input_ids")
+    >>> known.share_of([{"input_ids": np.array([7])}, {"input_ids": [8]}])
+    0.5
+    """
+
+    def __init__(
+        self, dataset: Any, main_input: str, padding: int | None = None, label_names: Sequence[str] = ()
+    ) -> None:
+        self.dataset = dataset
+        self.main_input = main_input
+        self.padding = padding
+        self.label_names = frozenset(label_names)
+        self._hashes: dict[tuple[str, ...], np.ndarray] = {}
+
+    def share_of(self, other: Any) -> float:
+        """Which share of the records of another dataset are training records."""
+        indexed = hasattr(other, "__len__") and hasattr(other, "__getitem__")
+        if not indexed or not len(other) or not len(self.dataset):
+            return 0.0
+        fields = self._fields(other[0], self.dataset[0])
+        if fields not in self._hashes:
+            self._hashes[fields] = np.unique(self._hash(self.dataset, fields))
+        return float(np.isin(self._hash(other, fields), self._hashes[fields]).mean())
+
+    def _fields(self, *records: Any) -> tuple[str, ...]:
+        """Names of the fields to compare: the main input, or all fields but labels that both have."""
+        if not all(isinstance(record, Mapping) for record in records):
+            return ()
+        common = [name for name in records[0] if all(name in record for record in records)]
+        if self.main_input in common:
+            return (self.main_input,)
+        return tuple(sorted(set(common) - self.label_names))
+
+    def _hash(self, dataset: Any, fields: tuple[str, ...]) -> np.ndarray:
+        """A hash (N,) of each record."""
+        if fields and isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
+            parts = self._columns(dataset, fields)
+        else:
+            records = (dataset[row] for row in range(len(dataset)))
+            parts = (
+                [self._bytes(name, record[name]) for name in fields] if fields else [self._bytes("", record)]
+                for record in records
+            )
+        hashes = (hashlib.blake2b(b"\0".join(part), digest_size=8).digest() for part in parts)
+        return np.frombuffer(b"".join(hashes), dtype=np.uint64)
+
+    def _columns(self, dataset: datasets.Dataset, fields: tuple[str, ...]) -> Iterator[list[bytes]]:
+        plain: Any = dataset.select_columns(list(fields)).with_format("arrow")
+        for table in plain.iter(CHUNK):
+            columns = [self._column(name, table.column(name).combine_chunks()) for name in fields]
+            yield from map(list, zip(*columns, strict=True))
+
+    def _column(self, name: str, column: Any) -> list[bytes]:
+        numbers = isinstance(column, pa.ListArray) and pa.types.is_integer(column.type.value_type)
+        if not numbers or column.null_count:
+            return [self._bytes(name, value) for value in column.to_pylist()]
+        values = column.flatten().to_numpy(zero_copy_only=False).astype(np.int64)
+        ends = np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False))
+        return [self._trimmed(name, row).tobytes() for row in np.split(values, ends[:-1])]
+
+    def _trimmed(self, name: str, row: np.ndarray) -> np.ndarray:
+        """The row without padding at its end."""
+        if name != "input_ids" or self.padding is None or not row.size or row[-1] != self.padding:
+            return row
+        kept = np.flatnonzero(row != self.padding)
+        return row[: kept[-1] + 1] if kept.size else row[:0]
+
+    def _bytes(self, name: str, value: Any) -> bytes:
+        """The same bytes for the same content, in a list, an array or a tensor of any precision."""
+        if isinstance(value, str):
+            return value.encode()
+        if isinstance(value, bytes):
+            return value
+        if isinstance(value, Tensor):
+            value = (value.detach().cpu().float() if value.is_floating_point() else value.detach().cpu()).numpy()
+        if isinstance(value, Mapping):
+            return b"\0".join(key.encode() + b"\0" + self._bytes(key, value[key]) for key in sorted(map(str, value)))
+        if hasattr(value, "tobytes") and hasattr(value, "mode"):  # an image of PIL
+            return value.tobytes()
+        try:
+            array = np.asarray(value)
+        except ValueError:
+            array = np.empty(0, dtype=object)
+        if array.dtype.kind in "iub":
+            return self._trimmed(name, array.astype(np.int64).ravel()).tobytes()
+        if array.dtype.kind == "f":
+            return array.astype(np.float32).tobytes()
+        if isinstance(value, (list, tuple)):
+            return b"\0".join(self._bytes(name, part) for part in value)
+        return pickle.dumps(value)
