@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_private.gradients.bookkeeper import BookKeeper
 from hf_private.tasks.losses import PerSampleLoss
-from tests.support import training, zoo
+from tests.support import zoo
 
 
 def classifier(attention: str) -> hf.PreTrainedModel:
@@ -39,13 +39,13 @@ def test_a_record_with_an_empty_mask_contributes_nothing(attention: str) -> None
     model = classifier(attention)
     for width in (5, 20):
         losses, norms = gradients(model, width, empty=2)
-        assert losses[2] == 0 and norms[2] == 0 and torch.isfinite(norms).all()
+        assert losses[2] == 0 and norms[2] < 1e-12 and torch.isfinite(norms).all()
         assert (losses[:2] > 0).all() and (norms[:2] > 0).all(), "the others count"
 
 
 def test_an_empty_mask_of_one_choice_empties_the_record() -> None:
     torch.manual_seed(0)
-    model = hf.BertForMultipleChoice(hf.BertConfig(**training.SMALL_BERT)).eval()
+    model = zoo.small("bert-choice").eval()
     ids = torch.randint(5, 60, (2, 3, 7))
     mask = torch.ones(2, 3, 7).long()
     mask[1, 2] = 0
