@@ -15,20 +15,33 @@ from typing import Any
 
 from huggingface_hub import CommitInfo
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 from transformers.utils import PushInProgress, logging
 
+from hf_private import _validate as validate
 from hf_private.accounting.budget import EpsilonReport
 from hf_private.config import DPConfig
 from hf_private.distributed.ranks import Ranks
 from hf_private.methods.carriers.config import CarrierConfig
 from hf_private.publishing.card import weight_hashes, write_card
 from hf_private.publishing.release import publish, stage
-from hf_private.spending.costs import Past, cost_of
+from hf_private.spending.costs import Past, cost_of, unknown_cost
+from hf_private.spending.fingerprints import Fingerprints
 from hf_private.spending.ledger import LedgerError
-from hf_private.spending.lineage import Training, mark, past_of, register, trainings
+from hf_private.spending.lineage import mark, past_of
+from hf_private.spending.registry import (
+    Training,
+    changed_since,
+    expect_changes,
+    recognise,
+    register,
+    remember,
+    trainings,
+)
 from hf_private.spending.run import Plan, Run
 from hf_private.spending.spending import Spending
+from hf_private.spending.statement import POST_PROCESSING
 
 from .resume import check_checkpoint
 
@@ -50,6 +63,15 @@ def own_arguments(args: TrainingArguments) -> TrainingArguments:
     if args.hub_token is not None:
         args.hub_token = UnsavedToken(args.hub_token)
     return args
+
+
+def _changed_outside(name: str) -> LedgerError:
+    return LedgerError(
+        f"`{name}` was changed outside of the private steps, by another trainer, a callback or by hand. What that has"
+        " cost is in no ledger, so no card can be written for it. Load the model again from where it was saved. If it"
+        " was post-processing, without any training data, state it: `trainer.declare_post_processing(...)` takes"
+        f" {', '.join(map(repr, POST_PROCESSING))}, and the card says so."
+    )
 
 
 class PublishingTrainer(Trainer):
@@ -79,9 +101,17 @@ class PublishingTrainer(Trainer):
         self._training: Training | None = None
         self._taken_over: list[Training] = []
         self._loaded = False
+        self._changed = False
+        self._fingerprints: Fingerprints | None = None  # of the last run that has changed the weights
+        self._post_processing: list[str] = []
         self._checkpoint: str | None = None
         self._held = ExitStack()
         super().__init__(**arguments)
+
+    @property
+    def bare_model(self) -> nn.Module:
+        """The model without the wrappers of Accelerate."""
+        return self.accelerator.unwrap_model(self.model)
 
     @property
     def output_dir(self) -> str:
@@ -101,24 +131,40 @@ class PublishingTrainer(Trainer):
         self._checkpoint = checkpoint
         self._taken_over = []
         self._loaded = False
+        self._changed = False
+        before = self._fingerprints
         try:
             with ExitStack() as self._held:
                 yield
         finally:
-            if self._training in trainings(self.model):
+            if self._loaded or self._changed:  # a refused run has changed nothing, and is refused again
                 self._training.end()
+            if not self._changed:
+                self._fingerprints = before
+            elif self._fingerprints is not None:
+                self._check_update()
+                to_eval = getattr(self.optimizer, "eval", None)  # schedule-free optimizers keep two sets of weights
+                if callable(to_eval):
+                    to_eval()
+                remember(self._fingerprints.end(self.bare_model))
             self._training = None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         self._loaded = True
         if self._training is not None:
-            register(self.model, self._training)
+            register(self.bare_model, self._training)
+            expect_changes(self.bare_model, trainable_only=False)
+
+    def _load_best_model(self) -> None:
+        self._check_update()
+        super()._load_best_model()
+        self._note_update()
 
     def _past(self) -> Past | None:
         """What the weights have cost before; None if it is not found, and `disjoint_data` says not to charge it."""
         try:
-            return past_of(self.model, self.continues, resumed=self._loaded)
+            return past_of(self.bare_model, self.continues, resumed=self._loaded)
         except (LedgerError, OSError):
             if self.dp_config.disjoint_data:
                 return None
@@ -152,19 +198,80 @@ class PublishingTrainer(Trainer):
         assert self.spending.run is not None, "it was opened just now"
         return self.spending.run
 
-    def _register_run(self, model: nn.Module) -> None:
+    def _find_trainings(self) -> None:
+        """Find what this process has trained in the model, and refuse weights that were changed since."""
+        recognise(self.bare_model)
+        self._taken_over = trainings(self.bare_model)
+        changed = changed_since(self.bare_model)
+        if changed is not None and not self._post_processing:
+            raise _changed_outside(changed)
+
+    def _register_run(self) -> None:
         """Called at each step, not sooner: a run that failed before its first step has changed nothing."""
-        if self._training is not None and self._training not in trainings(model):
-            mark(model)
-            register(model, self._training, self._taken_over)
+        if self._training is not None and not self._changed:
+            mark(self.bare_model)
+            register(self.bare_model, self._training, self._taken_over)
+            expect_changes(self.bare_model)
+            self._changed = True
+
+    def _note_update(self) -> None:
+        """Called after each update of the optimizer."""
+        if self._fingerprints is not None:
+            self._fingerprints.note_update()
+
+    def _check_update(self) -> None:
+        """Find out whether anything but the optimizer has written to the weights in this run."""
+        bare = getattr(self.optimizer, "optimizer", self.optimizer)  # without Accelerate's wrapper
+        averages = callable(getattr(bare, "eval", None))  # a schedule-free optimizer writes to weights at evaluations
+        if self._fingerprints is not None and not averages and not self._post_processing:
+            self._fingerprints.check_update()
+
+    def _check_step(self) -> None:
+        """Refuse a step on weights that were written to since the last one."""
+        self._check_update()
+        if self._fingerprints is not None and self._fingerprints.written_outside is not None:
+            raise _changed_outside(self._fingerprints.written_outside)
+
+    def declare_post_processing(self, *kinds: str) -> None:
+        """State that the weights differ from those that the runs have left, by post-processing alone.
+
+        Post-processing uses no training data, so it costs no privacy. It is not checked: the card says that it was
+        stated. Call it before `save_model`, and before `train` on such weights.
+
+        Args:
+            kinds: "average" (of weights that the run has released), "dtype", "merge" (of an adapter), "quantization".
+
+        Guarantee: Without it, weights that were changed outside of a run are not saved with the card of that run.
+        """
+        for kind in kinds:
+            validate.one_of(tuple(POST_PROCESSING), post_processing=kind)
+        self._post_processing = sorted({*self._post_processing, *kinds})
+
+    def _check_weights(self) -> None:
+        """Refuse to save what no run of this trainer has left; on each rank, for its own shards."""
+        if self._fingerprints is None:
+            return
+        buffer = self._fingerprints.changed_buffer(self.bare_model)
+        if buffer is not None:
+            raise LedgerError(
+                f"`{buffer}` is a buffer that training has written to: it would publish training data without noise,"
+                " so nothing was saved. Replace its module, or register it with `persistent=False`."
+            )
+        changed = self._fingerprints.changed(self.bare_model)
+        if changed is not None and not self._post_processing:
+            raise _changed_outside(changed)
 
     def _check_cost(self) -> None:
         """Refuse to write this ledger's card for weights that have cost more; on the first rank."""
-        found = [training.statement for training in trainings(self.model)]
-        if not found and not self.dp_config.disjoint_data:
-            found = list(past_of(self.model, self.continues).statements)
-        for cost in map(cost_of, found):
-            if not self.spending.has(cost):
+        if self._fingerprints is None:
+            self._find_trainings()
+        found = [training.statement for training in trainings(self.bare_model)]
+        looked_up = None if found or self._fingerprints is not None else self._past()
+        found += looked_up.statements if looked_up is not None else ()
+        costs = [cost_of(statement) for statement in found]
+        for cost in costs:
+            charged = self.spending.has(cost) or (looked_up is not None and self.dp_config.disjoint_data)
+            if not charged:
                 steps = sum(event["steps"] for event in cost["events"])
                 raise LedgerError(
                     f"The model was trained elsewhere: {steps} private steps of the ledger with head"
@@ -172,6 +279,8 @@ class PublishingTrainer(Trainer):
                     " less than the weights have cost, so nothing was saved. Save the model with the trainer that"
                     " trained it last, or train it here first, which takes over its cost."
                 )
+        if self._fingerprints is None and self.spending.events and not any(map(self.spending.has, costs)):
+            raise unknown_cost(f"no run in {str(self.spending.folder)!r} is known to have trained them")
 
     # ---- what is saved
 
@@ -181,9 +290,13 @@ class PublishingTrainer(Trainer):
         Nothing is written if the output folder's ledger does not have all that the weights have cost. Under FSDP2's
         SHARDED_STATE_DICT Trainer saves no model. Here only checkpoints are in shards, which resume faster.
         """
-        found = trainings(self.model)
+        found = trainings(self.bare_model)
         if not found or any(training.spending is not self.spending for training in found):
             self.ranks.run_on_first(self._check_cost)
+        if any(isinstance(p, DTensor) for p in self.bare_model.parameters()):  # the ranks hold different shards
+            self.ranks.run_on_all(self._check_weights)
+        else:
+            self._check_weights()
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         in_shards = "SHARDED_STATE_DICT" in str(getattr(plugin, "state_dict_type", ""))
         if in_shards and (output_dir is None or not _internal_call):

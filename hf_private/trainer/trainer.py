@@ -33,14 +33,14 @@ from hf_private.methods.gep.method import Anchors
 from hf_private.methods.gep.public_data import AnchorBooks, AnchorData, checked_anchors
 from hf_private.methods.registry import resolve_method
 from hf_private.randomness import Key
-from hf_private.spending.lineage import trainings
+from hf_private.spending.fingerprints import Fingerprints
 from hf_private.spending.spending import LEDGER, Spending
 from hf_private.tasks.heads import base_model
 from hf_private.tasks.losses import LABEL_NAMES, PerSampleLoss
 from hf_private.tasks.micro_batches import LogicalCollator
 from hf_private.tasks.synthetic import synthetic_batch
 
-from .callbacks import PrivacyCallback
+from .callbacks import PrivacyCallback, UpdateCallback
 from .facts import public_facts
 from .guards import (
     check_evaluation,
@@ -169,6 +169,7 @@ class DPTrainer(PublishingTrainer):
         )
         self.dp_config = self._with_checked_anchors(dp_config)
         self.privacy_callback = PrivacyCallback(self.spending)
+        self.callback_handler.callbacks.insert(0, UpdateCallback(self._note_update))  # before those that might write
         self.callback_handler.callbacks.insert(0, self.privacy_callback)  # before the reporters, who then see epsilon
 
     def _validate_args(self) -> None:
@@ -299,7 +300,7 @@ class DPTrainer(PublishingTrainer):
             raise RuntimeError("A run must not begin anew within one `train()`: its noise and its draws would repeat.")
         # freezes what the method does not train, so it comes before the optimizer
         method = self.create_method()
-        self._taken_over = trainings(self.model)  # before FSDP2 replaces the parameters
+        self._find_trainings()  # before FSDP2 replaces the parameters
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if steps := max(max_steps - self.state.global_step, 0):
             self._attach(method, train_dataloader.batch_sampler.sample_rate, steps)
@@ -367,6 +368,7 @@ class DPTrainer(PublishingTrainer):
                 "method": type(method).__name__,
                 "reproducible": noise.reproducible,
                 "ranks": self.ranks.world_size,
+                **({"post_processing": self._post_processing} if self._post_processing else {}),
             },
         )
         self._mechanism = Mechanism(
@@ -385,6 +387,7 @@ class DPTrainer(PublishingTrainer):
         )
         self._mechanism.steps = self.state.global_step  # with a test key, a resumed run repeats the noise of its steps
         self._gradients_checked = False
+        self._fingerprints = Fingerprints(model)
 
     def public_batch(
         self, batch_size: int, length: int, generator: torch.Generator | None = None
@@ -407,8 +410,9 @@ class DPTrainer(PublishingTrainer):
             self.state.global_step -= 1
             return torch.zeros((), device=self.args.device)
         check_parameters(self._mechanism.model, self._mechanism.parameters)
+        self._check_step()
         self._mechanism.step(self._prepare_inputs(batch) for batch in inputs.micro_batches)
-        self._register_run(self._mechanism.model)
+        self._register_run()
         if not self._gradients_checked and inputs.size:
             check_gradients(self._mechanism.model, self.dp_config.is_private)
             self._gradients_checked = True

@@ -307,7 +307,7 @@ MUTANTS = (
     Mutant(
         "a trainer that has not trained writes its folder's card for any weights",
         "trainer/publishing.py",
-        (("found = list(past_of(self.model, self.continues).statements)", "pass"),),
+        (("looked_up = None if found or", "looked_up = None if True or"),),
         "tests/spending/test_lineage_cards.py::test_a_trainer_that_has_not_trained_saves_what_its_ledger_has",
     ),
     Mutant(
@@ -748,5 +748,99 @@ MUTANTS = (
             ('    "*.jsonl": "a copy of data",\n', ""),
         ),
         "tests/publishing/test_release.py::test_every_file_is_decided_by_name",
+    ),
+    # ---- a card is bound to its weights
+    Mutant(
+        "a trained parameter is forgotten where it is moved to",
+        "spending/registry.py",
+        (
+            (
+                "        _recognised.pop(p, None)\n        _trained[p] =",
+                "        _recognised.pop(p, None)\n        if p is model.get_parameter(next(iter(model.state_dict()))):\n            _trained[p] =",
+            ),
+        ),
+        "tests/spending/test_bound_to_weights.py::test_a_part_that_is_moved_into_another_model_brings_its_spending",
+    ),
+    Mutant(
+        "a run forgets what another trainer did inside it",
+        "spending/registry.py",
+        (("if one not in replaced), training", "if one is training), training"),),
+        "tests/spending/test_bound_to_weights.py::test_a_trainer_inside_a_callback_of_another[True-on_train_begin]",
+    ),
+    Mutant(
+        "weights that were loaded by hand begin anew",
+        "spending/registry.py",
+        (("            if digest in _copies:\n", "            if False:\n"),),
+        "tests/spending/test_bound_to_weights.py::test_weights_that_are_loaded_by_hand_in_this_process_bring_their_spending",
+    ),
+    Mutant(
+        "the mark of a part is hidden by the config of the whole",
+        "spending/lineage.py",
+        (
+            (
+                "groups.setdefault((*_name_and_commit(config), hasattr(config, MARK)), ",
+                "groups.setdefault(_name_and_commit(config), ",
+            ),
+        ),
+        "tests/spending/test_bound_to_weights.py::test_a_changed_copy_of_a_part_is_refused",
+    ),
+    Mutant(
+        "weights that were changed after the run are saved",
+        "spending/fingerprints.py",
+        (("if name not in self.expected or fingerprint(x) != self.expected[name]:", "if name not in self.expected:"),),
+        "tests/spending/test_bound_to_weights.py::test_any_change_by_hand_is_noticed[False-scale_one_element]",
+    ),
+    Mutant(
+        "what came to a model after the run is saved",
+        "spending/fingerprints.py",
+        (
+            (
+                "if name not in self.expected or fingerprint(x) != self.expected[name]:",
+                "if fingerprint(x) != self.expected.get(name, fingerprint(x)):",
+            ),
+        ),
+        "tests/spending/test_bound_to_weights.py::test_any_change_by_hand_is_noticed[False-add_buffer]",
+    ),
+    Mutant(
+        "one more private step hides a change",
+        "trainer/publishing.py",
+        (("        changed = changed_since(self.bare_model)\n", "        changed = None\n"),),
+        "tests/spending/test_bound_to_weights.py::test_weights_that_were_trained_without_privacy_after_the_run_are_not_saved",
+    ),
+    Mutant(
+        "weights may be trained between two private steps",
+        "spending/fingerprints.py",
+        (("        return None if same else next(", "        return None if True else next("),),
+        "tests/spending/test_bound_to_weights.py::test_training_without_privacy_inside_a_callback[on_step_end]",
+    ),
+    Mutant(
+        "frozen weights may change in a run",
+        "spending/fingerprints.py",
+        (("for name in self.trained & tensors.keys():", "for name in self.start.keys() & tensors.keys():"),),
+        "tests/spending/test_bound_to_weights.py::test_a_frozen_weight_that_a_callback_writes_to_is_not_saved",
+    ),
+    Mutant(
+        "buffers are not compared with their start",
+        "spending/fingerprints.py",
+        (("if start is not None and fingerprint(x)", "if False and fingerprint(x)"),),
+        "tests/spending/test_bound_to_weights.py::test_a_buffer_that_training_writes_to_is_not_saved[at the end]",
+    ),
+    Mutant(
+        "unknown weights get the card of a folder",
+        "trainer/publishing.py",
+        (("if self._fingerprints is None and self.spending.events and", "if False and"),),
+        "tests/spending/test_bound_to_weights.py::test_unknown_weights_do_not_get_the_card_of_a_folder",
+    ),
+    Mutant(
+        "what was declared after a run is not on the cards of descendants",
+        "spending/statement.py",
+        (('        declared.update(one.get("post_processing") or ())\n', ""),),
+        "tests/spending/test_bound_to_weights.py::test_what_was_declared_is_on_the_cards_of_descendants",
+    ),
+    Mutant(
+        "anything can be declared",
+        "trainer/publishing.py",
+        (("            validate.one_of(tuple(POST_PROCESSING), post_processing=kind)\n", "            pass\n"),),
+        "tests/spending/test_bound_to_weights.py::test_declared_post_processing_passes_and_the_card_says_so[dtype-to_half]",
     ),
 )
