@@ -85,12 +85,12 @@ class Fingerprints:
             self.written_outside = self._probe.difference(self._seen)
 
     def end(self, model: nn.Module) -> dict[Tensor, bytes]:
-        """Fix what the run has left; returns the fingerprints of the parameters that it has changed."""
+        """Fix what the run has left; returns the fingerprints of the parameters that it has trained."""
         tensors = saved_tensors(model)
         self.ended = True
         for name in self.trained & tensors.keys():
             self.expected[name] = fingerprint(tensors[name])
-        return {tensors[name]: x for name, x in self.expected.items() if name in tensors and x != self.start.get(name)}
+        return {tensors[name]: self.expected[name] for name in self.trained & tensors.keys()}
 
     def changed_buffer(self, model: nn.Module) -> str | None:
         """A buffer that is not as it was at the start, up to its type; None if there is none."""

@@ -65,11 +65,13 @@ def register(model: nn.Module, training: Training, taken_over: Iterable[Training
         _trained[p] = tuple(dict.fromkeys((*(one for one in _trained.get(p, ()) if one not in replaced), training)))
 
 
-def remember(left: Mapping[Tensor, bytes]) -> None:
-    """Keep the fingerprints of the parameters that a run has changed."""
+def remember(left: Mapping[Tensor, bytes], except_for: Iterable[bytes]) -> None:
+    """Keep the fingerprints that a run has left, to find changes, and copies unless they were there before the run."""
+    before = set(except_for)
     for p, digest in left.items():
         _left[p] = digest
-        _copies[digest] = tuple(dict.fromkeys((*_copies.get(digest, ()), *_trained.get(p, ()))))
+        if digest not in before:
+            _copies[digest] = tuple(dict.fromkeys((*_copies.get(digest, ()), *_trained.get(p, ()))))
 
 
 def expect_changes(model: nn.Module, trainable_only: bool = True) -> None:

@@ -19,8 +19,8 @@ def public_facts(trainer: "DPTrainer") -> dict[str, Any]:
     dataset, base = trainer.train_dataset, getattr(base_model(trainer.model), "config", None)
     info, adapters = getattr(dataset, "info", None), getattr(trainer.model, "peft_config", None) or {}
     settings = trainer.dp_config.to_dict() | {"expected_batch_size": trainer.expected_batch_size}
-    if trainer._post_processing:
-        settings["post_processing"] = trainer._post_processing
+    if trainer.provenance.post_processing:
+        settings["post_processing"] = trainer.provenance.post_processing
     return {
         "settings": settings,
         "optimizer": str(getattr(trainer.args.optim, "value", trainer.args.optim)),

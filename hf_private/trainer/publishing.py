@@ -7,15 +7,12 @@ whole cost is in its ledger.
 
 import copy
 import shutil
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitInfo
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 from transformers.utils import PushInProgress, logging
 
@@ -26,24 +23,11 @@ from hf_private.distributed.ranks import Ranks
 from hf_private.methods.carriers.config import CarrierConfig
 from hf_private.publishing.card import weight_hashes, write_card
 from hf_private.publishing.release import publish, stage
-from hf_private.spending.costs import Past, cost_of, unknown_cost
-from hf_private.spending.fingerprints import Fingerprints
 from hf_private.spending.ledger import LedgerError
-from hf_private.spending.lineage import mark, past_of
-from hf_private.spending.registry import (
-    Training,
-    changed_since,
-    expect_changes,
-    recognise,
-    register,
-    remember,
-    trainings,
-)
-from hf_private.spending.run import Plan, Run
 from hf_private.spending.spending import Spending
-from hf_private.spending.statement import POST_PROCESSING
+from hf_private.spending.statement import POST_PROCESSING, STATEMENT, read_statement
 
-from .resume import check_checkpoint
+from .provenance import Provenance
 
 logger = logging.get_logger(__name__)
 
@@ -65,20 +49,11 @@ def own_arguments(args: TrainingArguments) -> TrainingArguments:
     return args
 
 
-def _changed_outside(name: str) -> LedgerError:
-    return LedgerError(
-        f"`{name}` was changed outside of the private steps, by another trainer, a callback or by hand. What that has"
-        " cost is in no ledger, so no card can be written for it. Load the model again from where it was saved. If it"
-        " was post-processing, without any training data, state it: `trainer.declare_post_processing(...)` takes"
-        f" {', '.join(map(repr, POST_PROCESSING))}, and the card says so."
-    )
-
-
 class PublishingTrainer(Trainer):
     """Trainer whose saved and pushed models carry a card that anyone can check.
 
-    It takes the spending of earlier training into each run, and refuses to save weights whose spending is not all in
-    its ledger.
+    Its `provenance` carries the spending of earlier training into each run, and refuses to save weights whose spending
+    is not all in the ledger.
 
     Args:
         dp_config: Privacy settings.
@@ -98,14 +73,7 @@ class PublishingTrainer(Trainer):
         self.continues = continues
         self.spending = spending
         self.ranks = ranks
-        self._training: Training | None = None
-        self._taken_over: list[Training] = []
-        self._loaded = False
-        self._changed = False
-        self._fingerprints: Fingerprints | None = None  # of the last run that has changed the weights
-        self._post_processing: list[str] = []
-        self._checkpoint: str | None = None
-        self._held = ExitStack()
+        self.provenance = Provenance(self)
         super().__init__(**arguments)
 
     @property
@@ -121,116 +89,14 @@ class PublishingTrainer(Trainer):
 
     # ---- earlier training
 
-    @contextmanager
-    def _tracked(self, checkpoint: str | None) -> Iterator[None]:
-        """One `train()`: however it ends, the cost of the parameters by then is known to later trainers."""
-        if checkpoint is not None:
-            self.ranks.run_on_first(check_checkpoint, checkpoint, self.output_dir)
-            self.ranks.run_on_first(self.spending.reconcile, checkpoint)
-        self._training = Training(self.spending)
-        self._checkpoint = checkpoint
-        self._taken_over = []
-        self._loaded = False
-        self._changed = False
-        before = self._fingerprints
-        try:
-            with ExitStack() as self._held:
-                yield
-        finally:
-            if self._loaded or self._changed:  # a refused run has changed nothing, and is refused again
-                self._training.end()
-            if not self._changed:
-                self._fingerprints = before
-            elif self._fingerprints is not None:
-                self._check_update()
-                to_eval = getattr(self.optimizer, "eval", None)  # schedule-free optimizers keep two sets of weights
-                if callable(to_eval):
-                    to_eval()
-                remember(self._fingerprints.end(self.bare_model))
-            self._training = None
-
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._loaded = True
-        if self._training is not None:
-            register(self.bare_model, self._training)
-            expect_changes(self.bare_model, trainable_only=False)
+        self.provenance.note_checkpoint()
 
     def _load_best_model(self) -> None:
-        self._check_update()
+        self.provenance.check_update()
         super()._load_best_model()
-        self._note_update()
-
-    def _past(self) -> Past | None:
-        """What the weights have cost before; None if it is not found, and `disjoint_data` says not to charge it."""
-        try:
-            return past_of(self.bare_model, self.continues, resumed=self._loaded)
-        except (LedgerError, OSError):
-            if self.dp_config.disjoint_data:
-                return None
-            raise
-
-    def _open_run(
-        self,
-        sample_rate: float,
-        steps: int,
-        releases: Callable[[float], tuple[float, ...]],
-        settings: dict[str, Any],
-    ) -> Run:
-        """Open the ledger for the rest of `train()`: earlier training is charged, noise and steps are fixed."""
-
-        def opened() -> Plan:
-            run = self.spending.open(
-                sample_rate,
-                steps,
-                releases,
-                self.dp_config.noise_multiplier,
-                settings=settings,
-                past=self._past(),
-                disjoint_data=self.dp_config.disjoint_data,
-                checkpoint=self._checkpoint,
-            )
-            return self._held.enter_context(run).plan
-
-        plan = self.ranks.run_on_first(opened)
-        if not self.spending.writes:
-            self._held.enter_context(self.spending.follow(plan))
-        assert self.spending.run is not None, "it was opened just now"
-        return self.spending.run
-
-    def _find_trainings(self) -> None:
-        """Find what this process has trained in the model, and refuse weights that were changed since."""
-        recognise(self.bare_model)
-        self._taken_over = trainings(self.bare_model)
-        changed = changed_since(self.bare_model)
-        if changed is not None and not self._post_processing:
-            raise _changed_outside(changed)
-
-    def _register_run(self) -> None:
-        """Called at each step, not sooner: a run that failed before its first step has changed nothing."""
-        if self._training is not None and not self._changed:
-            mark(self.bare_model)
-            register(self.bare_model, self._training, self._taken_over)
-            expect_changes(self.bare_model)
-            self._changed = True
-
-    def _note_update(self) -> None:
-        """Called after each update of the optimizer."""
-        if self._fingerprints is not None:
-            self._fingerprints.note_update()
-
-    def _check_update(self) -> None:
-        """Find out whether anything but the optimizer has written to the weights in this run."""
-        bare = getattr(self.optimizer, "optimizer", self.optimizer)  # without Accelerate's wrapper
-        averages = callable(getattr(bare, "eval", None))  # a schedule-free optimizer writes to weights at evaluations
-        if self._fingerprints is not None and not averages and not self._post_processing:
-            self._fingerprints.check_update()
-
-    def _check_step(self) -> None:
-        """Refuse a step on weights that were written to since the last one."""
-        self._check_update()
-        if self._fingerprints is not None and self._fingerprints.written_outside is not None:
-            raise _changed_outside(self._fingerprints.written_outside)
+        self.provenance.note_update()
 
     def declare_post_processing(self, *kinds: str) -> None:
         """State that the weights differ from those that the runs have left, by post-processing alone.
@@ -245,42 +111,7 @@ class PublishingTrainer(Trainer):
         """
         for kind in kinds:
             validate.one_of(tuple(POST_PROCESSING), post_processing=kind)
-        self._post_processing = sorted({*self._post_processing, *kinds})
-
-    def _check_weights(self) -> None:
-        """Refuse to save what no run of this trainer has left; on each rank, for its own shards."""
-        if self._fingerprints is None:
-            return
-        buffer = self._fingerprints.changed_buffer(self.bare_model)
-        if buffer is not None:
-            raise LedgerError(
-                f"`{buffer}` is a buffer that training has written to: it would publish training data without noise,"
-                " so nothing was saved. Replace its module, or register it with `persistent=False`."
-            )
-        changed = self._fingerprints.changed(self.bare_model)
-        if changed is not None and not self._post_processing:
-            raise _changed_outside(changed)
-
-    def _check_cost(self) -> None:
-        """Refuse to write this ledger's card for weights that have cost more; on the first rank."""
-        if self._fingerprints is None:
-            self._find_trainings()
-        found = [training.statement for training in trainings(self.bare_model)]
-        looked_up = None if found or self._fingerprints is not None else self._past()
-        found += looked_up.statements if looked_up is not None else ()
-        costs = [cost_of(statement) for statement in found]
-        for cost in costs:
-            charged = self.spending.has(cost) or (looked_up is not None and self.dp_config.disjoint_data)
-            if not charged:
-                steps = sum(event["steps"] for event in cost["events"])
-                raise LedgerError(
-                    f"The model was trained elsewhere: {steps} private steps of the ledger with head"
-                    f" {cost['head'][:16]} are not all in that of {str(self.spending.folder)!r}. This card would claim"
-                    " less than the weights have cost, so nothing was saved. Save the model with the trainer that"
-                    " trained it last, or train it here first, which takes over its cost."
-                )
-        if self._fingerprints is None and self.spending.events and not any(map(self.spending.has, costs)):
-            raise unknown_cost(f"no run in {str(self.spending.folder)!r} is known to have trained them")
+        self.provenance.post_processing = sorted({*self.provenance.post_processing, *kinds})
 
     # ---- what is saved
 
@@ -290,13 +121,7 @@ class PublishingTrainer(Trainer):
         Nothing is written if the output folder's ledger does not have all that the weights have cost. Under FSDP2's
         SHARDED_STATE_DICT Trainer saves no model. Here only checkpoints are in shards, which resume faster.
         """
-        found = trainings(self.bare_model)
-        if not found or any(training.spending is not self.spending for training in found):
-            self.ranks.run_on_first(self._check_cost)
-        if any(isinstance(p, DTensor) for p in self.bare_model.parameters()):  # the ranks hold different shards
-            self.ranks.run_on_all(self._check_weights)
-        else:
-            self._check_weights()
+        self.provenance.check_save()
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         in_shards = "SHARDED_STATE_DICT" in str(getattr(plugin, "state_dict_type", ""))
         if in_shards and (output_dir is None or not _internal_call):
@@ -325,8 +150,19 @@ class PublishingTrainer(Trainer):
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Trainer's card, with the privacy section in it and the statement beside it."""
+        if self.is_world_process_zero():
+            self._check_files()
         super().create_model_card(*args, **kwargs)
         self._write_card(self.output_dir)
+
+    def _check_files(self) -> None:
+        """Refuse to write a card for files that `save_model` has not written."""
+        saved = (read_statement(self.output_dir) or {}).get("weights")
+        if weight_hashes(self.output_dir) not in ({}, saved):
+            raise LedgerError(
+                f"The weights in {self.output_dir!r} are not those that its {STATEMENT} is about. Save the model with"
+                " `trainer.save_model()`, which writes the card, too."
+            )
 
     def _write_card(self, folder: str) -> None:
         if self.is_world_process_zero():

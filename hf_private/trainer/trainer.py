@@ -33,7 +33,6 @@ from hf_private.methods.gep.method import Anchors
 from hf_private.methods.gep.public_data import AnchorBooks, AnchorData, checked_anchors
 from hf_private.methods.registry import resolve_method
 from hf_private.randomness import Key
-from hf_private.spending.fingerprints import Fingerprints
 from hf_private.spending.spending import LEDGER, Spending
 from hf_private.tasks.heads import base_model
 from hf_private.tasks.losses import LABEL_NAMES, PerSampleLoss
@@ -169,7 +168,9 @@ class DPTrainer(PublishingTrainer):
         )
         self.dp_config = self._with_checked_anchors(dp_config)
         self.privacy_callback = PrivacyCallback(self.spending)
-        self.callback_handler.callbacks.insert(0, UpdateCallback(self._note_update))  # before those that might write
+        self.callback_handler.callbacks.insert(
+            0, UpdateCallback(self.provenance.note_update)
+        )  # before those that might write
         self.callback_handler.callbacks.insert(0, self.privacy_callback)  # before the reporters, who then see epsilon
 
     def _validate_args(self) -> None:
@@ -219,7 +220,7 @@ class DPTrainer(PublishingTrainer):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self.ranks.run_on_first(last_checkpoint, self.output_dir)
         try:
-            with self._tracked(resume_from_checkpoint or None):
+            with self.provenance.tracking(resume_from_checkpoint or None):
                 self.ranks.run_on_all(check_layout, resume_from_checkpoint, self)
                 self.expected_batch_size = self.ranks.run_on_first(
                     self._resolve_batch_size, bool(resume_from_checkpoint)
@@ -300,7 +301,7 @@ class DPTrainer(PublishingTrainer):
             raise RuntimeError("A run must not begin anew within one `train()`: its noise and its draws would repeat.")
         # freezes what the method does not train, so it comes before the optimizer
         method = self.create_method()
-        self._find_trainings()  # before FSDP2 replaces the parameters
+        self.provenance.find_trainings()  # before FSDP2 replaces the parameters
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if steps := max(max_steps - self.state.global_step, 0):
             self._attach(method, train_dataloader.batch_sampler.sample_rate, steps)
@@ -357,7 +358,7 @@ class DPTrainer(PublishingTrainer):
         report = run_collectively(self.ranks, model, self_check, model, loss, self.public_batch, meet, dtype)
         logger.info(report)
         noise = NoiseSource(config.noise, self._keys.noise)
-        run = self._open_run(
+        run = self.provenance.open_run(
             sample_rate,
             steps,
             method.releases,
@@ -368,7 +369,6 @@ class DPTrainer(PublishingTrainer):
                 "method": type(method).__name__,
                 "reproducible": noise.reproducible,
                 "ranks": self.ranks.world_size,
-                **({"post_processing": self._post_processing} if self._post_processing else {}),
             },
         )
         self._mechanism = Mechanism(
@@ -387,7 +387,6 @@ class DPTrainer(PublishingTrainer):
         )
         self._mechanism.steps = self.state.global_step  # with a test key, a resumed run repeats the noise of its steps
         self._gradients_checked = False
-        self._fingerprints = Fingerprints(model)
 
     def public_batch(
         self, batch_size: int, length: int, generator: torch.Generator | None = None
@@ -410,9 +409,9 @@ class DPTrainer(PublishingTrainer):
             self.state.global_step -= 1
             return torch.zeros((), device=self.args.device)
         check_parameters(self._mechanism.model, self._mechanism.parameters)
-        self._check_step()
+        self.provenance.check_step()
         self._mechanism.step(self._prepare_inputs(batch) for batch in inputs.micro_batches)
-        self._register_run()
+        self.provenance.register_step()
         if not self._gradients_checked and inputs.size:
             check_gradients(self._mechanism.model, self.dp_config.is_private)
             self._gradients_checked = True

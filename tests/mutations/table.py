@@ -289,24 +289,24 @@ MUTANTS = (
     ),
     Mutant(
         "a run that was refused for its past is let in when it is tried again",
-        "trainer/publishing.py",
+        "trainer/provenance.py",
         (
             (
-                "            yield\n        finally:\n",
-                "            yield\n        finally:\n            register(self.model, self._training)\n",
+                "                yield\n        finally:\n",
+                "                yield\n        finally:\n            self._changed = True\n",
             ),
         ),
         "tests/spending/test_lineage_cards.py::test_a_run_that_was_refused_is_refused_again_in_a_folder_with_a_history",
     ),
     Mutant(
         "the card of a cheap ledger is written for weights that were trained on elsewhere",
-        "trainer/publishing.py",
-        (("            self.ranks.run_on_first(self._check_cost)\n", "            pass\n"),),
+        "trainer/provenance.py",
+        (("            ranks.run_on_first(self._check_cost)\n", "            pass\n"),),
         "tests/spending/test_lineage_cards.py::test_weights_that_were_trained_on_are_not_saved_with_an_old_card",
     ),
     Mutant(
         "a trainer that has not trained writes its folder's card for any weights",
-        "trainer/publishing.py",
+        "trainer/provenance.py",
         (("looked_up = None if found or", "looked_up = None if True or"),),
         "tests/spending/test_lineage_cards.py::test_a_trainer_that_has_not_trained_saves_what_its_ledger_has",
     ),
@@ -318,7 +318,7 @@ MUTANTS = (
     ),
     Mutant(
         "a folder's history is taken for that of whatever is trained there",
-        "trainer/publishing.py",
+        "trainer/provenance.py",
         (("resumed=self._loaded)", "resumed=bool(self.spending.events))"),),
         "tests/spending/test_lineage.py::test_a_trained_adapter_must_be_named",
     ),
@@ -753,12 +753,7 @@ MUTANTS = (
     Mutant(
         "a trained parameter is forgotten where it is moved to",
         "spending/registry.py",
-        (
-            (
-                "        _recognised.pop(p, None)\n        _trained[p] =",
-                "        _recognised.pop(p, None)\n        if p is model.get_parameter(next(iter(model.state_dict()))):\n            _trained[p] =",
-            ),
-        ),
+        (("training for p in parameters_of(model) for", "training for p in parameters_of(model)[-2:] for"),),
         "tests/spending/test_bound_to_weights.py::test_a_part_that_is_moved_into_another_model_brings_its_spending",
     ),
     Mutant(
@@ -803,8 +798,8 @@ MUTANTS = (
     ),
     Mutant(
         "one more private step hides a change",
-        "trainer/publishing.py",
-        (("        changed = changed_since(self.bare_model)\n", "        changed = None\n"),),
+        "trainer/provenance.py",
+        (("        changed = changed_since(self.model)\n", "        changed = None\n"),),
         "tests/spending/test_bound_to_weights.py::test_weights_that_were_trained_without_privacy_after_the_run_are_not_saved",
     ),
     Mutant(
@@ -827,8 +822,8 @@ MUTANTS = (
     ),
     Mutant(
         "unknown weights get the card of a folder",
-        "trainer/publishing.py",
-        (("if self._fingerprints is None and self.spending.events and", "if False and"),),
+        "trainer/provenance.py",
+        (("if not has_trained and spending.events and", "if False and"),),
         "tests/spending/test_bound_to_weights.py::test_unknown_weights_do_not_get_the_card_of_a_folder",
     ),
     Mutant(

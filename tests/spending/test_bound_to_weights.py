@@ -225,6 +225,28 @@ def test_unknown_weights_do_not_get_the_card_of_a_folder(tmp_path: Path) -> None
     assert_refused(tiny.trainer(tmp_path / "run", model), tmp_path / "out", "no run in .* is known to have trained")
 
 
+def test_a_complete_run_that_is_resumed_is_bound_to_its_weights(tmp_path: Path) -> None:
+    trained(tmp_path / "run", save_strategy="steps", save_steps=4)
+    again = tiny.trainer(tmp_path / "run", save_strategy="no")
+    again.train(resume_from_checkpoint=True)
+    again.save_model(str(tmp_path / "before"))
+    train_without_privacy(again.model, tmp_path / "stock")
+    assert_refused(again, tmp_path / "out")
+    with pytest.raises(LedgerError, match="changed outside of the private steps"):
+        tiny.trainer(tmp_path / "next", again.model).train()
+
+
+def test_no_card_is_written_for_files_that_were_saved_by_hand(tmp_path: Path) -> None:
+    made = trained(tmp_path)
+    made.save_model()
+    made.create_model_card()
+    changed = copy.deepcopy(made.model)
+    scale_one_element(changed)
+    changed.save_pretrained(tmp_path)
+    with pytest.raises(LedgerError, match="are not those that its privacy.json is about"):
+        made.create_model_card()
+
+
 # ---- buffers
 
 

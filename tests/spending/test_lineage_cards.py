@@ -25,7 +25,7 @@ SAVE = {"save_strategy": "steps", "save_steps": 2}
 @pytest.fixture(autouse=True)
 def other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is loaded here stands for a later process, which knows no copies by their content."""
-    monkeypatch.setattr("hf_private.trainer.publishing.recognise", lambda model: None)
+    monkeypatch.setattr("hf_private.trainer.provenance.recognise", lambda model: None)
 
 
 def steps(folder: Path) -> int:
