@@ -14,8 +14,10 @@ Copies have no identity and no counters: a copied model is recognised by its fin
 
 import hashlib
 import re
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -55,6 +57,22 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
         return state
     part = re.compile(rf"\.(?:{'|'.join(map(re.escape, adapters))})(?:\.|$)")
     return {name: x for name, x in state.items() if x.requires_grad or part.search(name)}
+
+
+def difference_from_files(model: nn.Module, folder: str | Path) -> str | None:
+    """A tensor that is not, up to its type, as the safetensors files of a folder have it; None if all are."""
+    adapters = "|".join(map(re.escape, getattr(model, "peft_config", None) or ()))
+    part = re.compile(rf"(?:\.modules_to_save)?\.(?:{adapters})(?=\.|$)") if adapters else None  # not in PEFT's files
+    tensors = saved_tensors(model)
+    found: set[int] = set()  # addresses: only one of two tied weights is saved
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            stored = set(file.keys())
+            for name, x in tensors.items():
+                key = part.sub("", name) if part else name
+                if key in stored and fingerprint(file.get_tensor(key).to(x.dtype)) == fingerprint(x):
+                    found.add(x.data_ptr())
+    return next((name for name, x in tensors.items() if x.data_ptr() not in found), None)
 
 
 class Fingerprints:

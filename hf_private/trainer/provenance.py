@@ -4,6 +4,7 @@ A run takes over what the weights have cost before (`spending.lineage`). A save 
 more than the ledger has, or if they are not as a run has left them (`spending.fingerprints`).
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_private.spending.costs import Past, cost_of, unknown_cost
-from hf_private.spending.fingerprints import Fingerprints
+from hf_private.spending.fingerprints import Fingerprints, difference_from_files
 from hf_private.spending.ledger import LedgerError
 from hf_private.spending.lineage import mark, past_of
 from hf_private.spending.registry import (
@@ -26,6 +27,7 @@ from hf_private.spending.registry import (
 )
 from hf_private.spending.run import Plan, Run
 from hf_private.spending.statement import POST_PROCESSING
+from hf_private.tasks.heads import base_model
 
 from .resume import check_checkpoint
 
@@ -232,3 +234,13 @@ class Provenance:
                 )
         if not has_trained and spending.events and not any(map(spending.has, costs)):
             raise unknown_cost(f"no run in {str(spending.folder)!r} is known to have trained them")
+        if looked_up is not None and spending.events and not self.post_processing:
+            self._check_origin()
+
+    def _check_origin(self) -> None:
+        """Refuse weights that differ from those that were loaded, in a trainer that has not trained them."""
+        loaded_from = getattr(getattr(base_model(self.model), "config", None), "_name_or_path", None)
+        folders = [folder for folder in (loaded_from, self.trainer.continues) if folder and os.path.isdir(folder)]
+        differences = [difference_from_files(self.model, folder) for folder in folders]
+        if None not in differences:
+            raise changed_outside(next(filter(None, differences), "model"))

@@ -319,7 +319,7 @@ MUTANTS = (
     Mutant(
         "a folder's history is taken for that of whatever is trained there",
         "trainer/provenance.py",
-        (("resumed=self._loaded)", "resumed=bool(self.spending.events))"),),
+        (("resumed=self._loaded)", "resumed=bool(self.trainer.spending.events))"),),
         "tests/spending/test_lineage.py::test_a_trained_adapter_must_be_named",
     ),
     Mutant(
@@ -837,5 +837,23 @@ MUTANTS = (
         "trainer/publishing.py",
         (("            validate.one_of(tuple(POST_PROCESSING), post_processing=kind)\n", "            pass\n"),),
         "tests/spending/test_bound_to_weights.py::test_declared_post_processing_passes_and_the_card_says_so[dtype-to_half]",
+    ),
+    Mutant(
+        "a loaded model that was changed gets the card of its folder",
+        "spending/fingerprints.py",
+        (
+            (
+                "if key in stored and fingerprint(file.get_tensor(key).to(x.dtype)) == fingerprint(x):",
+                "if key in stored:",
+            ),
+        ),
+        "tests/spending/test_bound_to_weights.py"
+        "::test_a_loaded_model_that_was_changed_does_not_get_the_card_of_its_folder[whole]",
+    ),
+    Mutant(
+        "a card is written for files that were saved by hand",
+        "trainer/publishing.py",
+        (("if weight_hashes(self.output_dir) not in ({}, saved):", "if False:"),),
+        "tests/spending/test_bound_to_weights.py::test_no_card_is_written_for_files_that_were_saved_by_hand",
     ),
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, Trainer, TrainerCallback
 
@@ -234,6 +234,31 @@ def test_a_complete_run_that_is_resumed_is_bound_to_its_weights(tmp_path: Path) 
     assert_refused(again, tmp_path / "out")
     with pytest.raises(LedgerError, match="changed outside of the private steps"):
         tiny.trainer(tmp_path / "next", again.model).train()
+
+
+@quick
+@pytest.mark.parametrize("kind", ["whole", "adapter"])
+def test_a_loaded_model_that_was_changed_does_not_get_the_card_of_its_folder(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a later process, by a trainer that has not trained it."""
+    monkeypatch.setattr("hf_private.trainer.provenance.recognise", lambda model: None)
+    folder = tmp_path / "run"
+    trained(folder, get_peft_model(tiny.bert(), LoraConfig(**LORA)) if kind == "adapter" else None).save_model()
+
+    def loaded() -> DPTrainer:
+        if kind == "whole":
+            return tiny.trainer(folder, BertForSequenceClassification.from_pretrained(folder))
+        made = tiny.trainer(folder, PeftModel.from_pretrained(tiny.bert(), str(folder), is_trainable=True))
+        made.continues = folder
+        return made
+
+    loaded().save_model(str(tmp_path / "same"))
+    assert steps(tmp_path / "same") == 4
+    made = loaded()
+    with torch.no_grad():
+        next(p for p in made.model.parameters() if p.requires_grad)[0, 0] += 1e-3
+    assert_refused(made, tmp_path / "out")
 
 
 def test_no_card_is_written_for_files_that_were_saved_by_hand(tmp_path: Path) -> None:
