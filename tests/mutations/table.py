@@ -833,6 +833,12 @@ MUTANTS = (
         "tests/spending/test_bound_to_weights.py::test_what_was_declared_is_on_the_cards_of_descendants",
     ),
     Mutant(
+        "what was declared after a run is not on its card",
+        "spending/statement.py",
+        (('("anchors", "noise", "post_processing")', '("anchors", "noise")'),),
+        "tests/spending/test_bound_to_weights.py::test_what_was_declared_is_on_the_cards_of_descendants",
+    ),
+    Mutant(
         "anything can be declared",
         "trainer/publishing.py",
         (("            validate.one_of(tuple(POST_PROCESSING), post_processing=kind)\n", "            pass\n"),),

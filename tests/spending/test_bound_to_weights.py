@@ -13,7 +13,7 @@ from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassificat
 from hf_private.gradients.selfcheck import LENGTH
 from hf_private.spending.fingerprints import fingerprint
 from hf_private.spending.ledger import LedgerError
-from hf_private.spending.statement import build_statement, read_statement
+from hf_private.spending.statement import admitted, build_statement, read_statement
 from hf_private.trainer.trainer import DPTrainer
 from tests.support import tiny
 
@@ -373,6 +373,8 @@ def test_what_was_declared_is_on_the_cards_of_descendants(tmp_path: Path) -> Non
     child = trained(tmp_path / "child", BertForSequenceClassification.from_pretrained(tmp_path / "base"))
     (source,) = child.privacy_record()["ledger"]["continues"]
     assert source["post_processing"] == ["average"]
+    child.declare_post_processing("dtype")
+    assert admitted(child.privacy_record())["post_processing"] == ["average", "dtype"], "and their own"
     made.train()
     assert made.spending.last_run["post_processing"] == ["average"]
 
