@@ -19,56 +19,19 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.utils import logging
 
-from hf_private.accounting.events import Event
 from hf_private.tasks.heads import base_model
 
 from .costs import UNKNOWN, Past, Statement, all_costs, events_of, unknown_cost
-from .spending import Spending
-from .statement import STATEMENT, not_private, statement_on_hub
+from .registry import is_copy, is_known, trainings
+from .statement import STATEMENT, statement_on_hub
 
 logger = logging.get_logger(__name__)
 
 MARK = "differential_privacy"  # in config.json: the file beside it that holds the statement
 FRESH = ((re.compile(r"\.lora_(?:B|embedding_A)\."), 0.0), (re.compile(r"\.ia3_l\."), 1.0))  # values before training
 COPIES = re.compile(r"\.(?:modules_to_save|trainable_tokens_delta)\.")  # they start as the base model's weights
-
-
-class Training:
-    """One run on some parameters: its statement is read from the ledger until the run has ended, and is fixed then."""
-
-    def __init__(self, spending: Spending) -> None:
-        self.spending = spending
-        self.ended: Statement | None = None
-
-    def end(self) -> None:
-        """Fix the statement, on the rank that has the ledger."""
-        self.ended = self.spending.statement() if self.spending.writes else {}
-
-    @property
-    def statement(self) -> Statement:
-        """The ledger so far, with the runs that its folder's statement charges by now."""
-        statement = self.spending.statement() if self.ended is None else self.ended
-        events = [Event.from_dict(event) for event in statement["ledger"]["events"]]
-        private = not not_private(events, statement["runs"])
-        return {**statement, "private": private, "tuning": self.spending.tuning}
-
-
-_trained = WeakTensorKeyDictionary()  # parameter -> trainings that its value has cost
-
-
-def trainings(model: nn.Module) -> list[Training]:
-    """The runs of this process that the parameters of a model have cost."""
-    return list(dict.fromkeys(training for p in model.parameters() for training in _trained.get(p, ())))
-
-
-def register(model: nn.Module, training: Training, taken_over: Iterable[Training] = ()) -> None:
-    """Add a run to what the parameters of a model have cost, in place of those that its ledger has taken over."""
-    replaced = {one for one in taken_over if one.ended is not None} - {training}
-    for p in model.parameters():
-        _trained[p] = tuple(dict.fromkeys((*(one for one in _trained.get(p, ()) if one not in replaced), training)))
 
 
 def mark(model: nn.Module) -> None:
@@ -89,11 +52,12 @@ def past_of(model: nn.Module, continues: str | Path | None = None, resumed: bool
     unchecked = () if settled else _check_adapters(model)
     found = [training.statement for training in trainings(model)]
     for config, parameters in _origins(model):
-        if all(p in _trained for p in parameters):
+        known = all(map(is_known, parameters))
+        if known and not any(map(is_copy, parameters)):
             continue
-        origin, unreachable = _statement_of_origin(config, settled)
+        origin, unreachable = _statement_of_origin(config, settled or known)
         found += [origin] if origin else []
-        if hasattr(config, MARK) and not (settled or unreachable or (origin and origin["ledger"]["events"])):
+        if hasattr(config, MARK) and not (settled or known or unreachable or (origin and origin["ledger"]["events"])):
             raise unknown_cost(f"the model is marked as trained, and {config._name_or_path!r} has no {STATEMENT}")
         unchecked = (*unchecked, "base_model_unchecked") if unreachable else unchecked
     return Past((*found, *named), tuple(dict.fromkeys(unchecked)), bool(named))
@@ -171,7 +135,7 @@ def _check_adapters(model: nn.Module) -> tuple[str, ...]:
     """Refuse trained adapters of unknown origin. Some kinds start at values that show training, others do not."""
     unchecked: tuple[str, ...] = ()
     for name, p, config in _adapter_weights(model):
-        if p in _trained or COPIES.search(name):
+        if is_known(p) or COPIES.search(name):
             continue
         kind = getattr(config.peft_type, "value", config.peft_type)
         starts = {"LORA": getattr(config, "init_lora_weights", 0), "IA3": getattr(config, "init_ia3_weights", 0)}

@@ -47,7 +47,17 @@ ADMISSIONS = {  # what a run's settings may have to admit; all of it is true of 
         "It was trained on several ranks: all of them, and the network between them, are trusted with the keys and"
         " with sums before noise."
     ),
+    "post_processing": (
+        "The weights were changed after private steps. It was stated, and not checked, that no training data was used"
+        " for that."
+    ),
     "chooses_model": "The checkpoint was chosen by metrics on the evaluation data, which is not covered.",
+}
+POST_PROCESSING = {  # what may be declared of weights that differ from those that a run has left
+    "average": "an average of weights that the run has released",
+    "dtype": "a conversion to another data type",
+    "merge": "an adapter that was merged into its base model",
+    "quantization": "quantisation",
 }
 FACTS = ("settings", "runs", "ledger", "dataset", "tuning", "audit", "evaluation", "versions", "weights")
 
@@ -196,7 +206,11 @@ def caveats(statement: dict[str, Any]) -> list[str]:
         found.append("The unit is one record: a person with several records is protected less.")
     if statement["randomness"]["noise"] != "secure":
         found.append("The noise came from a generator that is not cryptographic.")
-    found += [text for name, text in ADMISSIONS.items() if name in admitted(statement)]
+    weak = admitted(statement)
+    found += [text for name, text in ADMISSIONS.items() if name in weak]
+    found += [
+        f"Stated change: {text}." for kind, text in POST_PROCESSING.items() if kind in weak.get("post_processing", ())
+    ]
     return found
 
 
@@ -204,16 +218,20 @@ def admitted(statement: dict[str, Any]) -> dict[str, Any]:
     """What a statement has to admit, of its own runs and of all that they continue: settings that weaken its claim."""
     settings, evaluation = statement.get("settings") or {}, statement.get("evaluation") or {}
     last = {"chooses_model": evaluation.get("chooses_model")} | {
-        name: settings[name] for name in ("anchors", "noise") if name in settings
+        name: settings[name] for name in ("anchors", "noise", "post_processing") if name in settings
     }
     found: dict[str, Any] = {}
+    declared: set[str] = set()
     for one in (*(statement.get("runs") or ()), *(statement["ledger"].get("continues") or ()), last):
         weak = {name: one[name] for name in ADMISSIONS if one.get(name) and name != "ranks"}
         if isinstance(one.get("ranks"), int) and one["ranks"] > 1:
             weak["ranks"] = one["ranks"]
         if one.get("noise", "secure") != "secure":  # a generator that is not cryptographic counts for all
             weak["noise"] = one["noise"]
+        declared.update(one.get("post_processing") or ())
         found = {**weak, **found}
+    if declared:
+        found["post_processing"] = sorted(declared)
     return found
 
 

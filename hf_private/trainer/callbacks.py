@@ -1,6 +1,7 @@
 """PrivacyCallback: shows what has been spent and stops in time. It reads the ledger and never touches a gradient."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +71,14 @@ class PrivacyCallback(TrainerCallback):
                 state.log_history.append({"privacy_budget_spent": True, "step": state.global_step})
                 logger.warning(f"The privacy budget is spent: training stops at step {state.global_step}.")
             control.should_training_stop = True
+
+
+class UpdateCallback(TrainerCallback):
+    """Calls a function after each update of the optimizer, before other callbacks can change the weights."""
+
+    def __init__(self, after_update: Callable[[], None]) -> None:
+        self.after_update = after_update
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """The optimizer has just updated the weights."""
+        self.after_update()

@@ -18,8 +18,11 @@ def public_facts(trainer: "DPTrainer") -> dict[str, Any]:
     """The facts of a `DPTrainer`, as plain values."""
     dataset, base = trainer.train_dataset, getattr(base_model(trainer.model), "config", None)
     info, adapters = getattr(dataset, "info", None), getattr(trainer.model, "peft_config", None) or {}
+    settings = trainer.dp_config.to_dict() | {"expected_batch_size": trainer.expected_batch_size}
+    if trainer.provenance.post_processing:
+        settings["post_processing"] = trainer.provenance.post_processing
     return {
-        "settings": trainer.dp_config.to_dict() | {"expected_batch_size": trainer.expected_batch_size},
+        "settings": settings,
         "optimizer": str(getattr(trainer.args.optim, "value", trainer.args.optim)),
         "base_model": getattr(base, "_name_or_path", None) or None,
         "peft": next((adapter.peft_type.value for adapter in adapters.values()), None),

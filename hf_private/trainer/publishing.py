@@ -7,9 +7,7 @@ whole cost is in its ledger.
 
 import copy
 import shutil
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +16,18 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.utils import PushInProgress, logging
 
+from hf_private import _validate as validate
 from hf_private.accounting.budget import EpsilonReport
 from hf_private.config import DPConfig
 from hf_private.distributed.ranks import Ranks
 from hf_private.methods.carriers.config import CarrierConfig
 from hf_private.publishing.card import weight_hashes, write_card
 from hf_private.publishing.release import publish, stage
-from hf_private.spending.costs import Past, cost_of
 from hf_private.spending.ledger import LedgerError
-from hf_private.spending.lineage import Training, mark, past_of, register, trainings
-from hf_private.spending.run import Plan, Run
 from hf_private.spending.spending import Spending
+from hf_private.spending.statement import POST_PROCESSING, STATEMENT, read_statement
 
-from .resume import check_checkpoint
+from .provenance import Provenance
 
 logger = logging.get_logger(__name__)
 
@@ -55,8 +52,8 @@ def own_arguments(args: TrainingArguments) -> TrainingArguments:
 class PublishingTrainer(Trainer):
     """Trainer whose saved and pushed models carry a card that anyone can check.
 
-    It takes the spending of earlier training into each run, and refuses to save weights whose spending is not all in
-    its ledger.
+    Its `provenance` carries the spending of earlier training into each run, and refuses to save weights whose spending
+    is not all in the ledger.
 
     Args:
         dp_config: Privacy settings.
@@ -76,12 +73,13 @@ class PublishingTrainer(Trainer):
         self.continues = continues
         self.spending = spending
         self.ranks = ranks
-        self._training: Training | None = None
-        self._taken_over: list[Training] = []
-        self._loaded = False
-        self._checkpoint: str | None = None
-        self._held = ExitStack()
+        self.provenance = Provenance(self)
         super().__init__(**arguments)
+
+    @property
+    def bare_model(self) -> nn.Module:
+        """The model without the wrappers of Accelerate."""
+        return self.accelerator.unwrap_model(self.model)
 
     @property
     def output_dir(self) -> str:
@@ -91,87 +89,29 @@ class PublishingTrainer(Trainer):
 
     # ---- earlier training
 
-    @contextmanager
-    def _tracked(self, checkpoint: str | None) -> Iterator[None]:
-        """One `train()`: however it ends, the cost of the parameters by then is known to later trainers."""
-        if checkpoint is not None:
-            self.ranks.run_on_first(check_checkpoint, checkpoint, self.output_dir)
-            self.ranks.run_on_first(self.spending.reconcile, checkpoint)
-        self._training = Training(self.spending)
-        self._checkpoint = checkpoint
-        self._taken_over = []
-        self._loaded = False
-        try:
-            with ExitStack() as self._held:
-                yield
-        finally:
-            if self._training in trainings(self.model):
-                self._training.end()
-            self._training = None
-
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._loaded = True
-        if self._training is not None:
-            register(self.model, self._training)
+        self.provenance.note_checkpoint()
 
-    def _past(self) -> Past | None:
-        """What the weights have cost before; None if it is not found, and `disjoint_data` says not to charge it."""
-        try:
-            return past_of(self.model, self.continues, resumed=self._loaded)
-        except (LedgerError, OSError):
-            if self.dp_config.disjoint_data:
-                return None
-            raise
+    def _load_best_model(self) -> None:
+        self.provenance.check_update()
+        super()._load_best_model()
+        self.provenance.note_update()
 
-    def _open_run(
-        self,
-        sample_rate: float,
-        steps: int,
-        releases: Callable[[float], tuple[float, ...]],
-        settings: dict[str, Any],
-    ) -> Run:
-        """Open the ledger for the rest of `train()`: earlier training is charged, noise and steps are fixed."""
+    def declare_post_processing(self, *kinds: str) -> None:
+        """State that the weights differ from those that the runs have left, by post-processing alone.
 
-        def opened() -> Plan:
-            run = self.spending.open(
-                sample_rate,
-                steps,
-                releases,
-                self.dp_config.noise_multiplier,
-                settings=settings,
-                past=self._past(),
-                disjoint_data=self.dp_config.disjoint_data,
-                checkpoint=self._checkpoint,
-            )
-            return self._held.enter_context(run).plan
+        Post-processing uses no training data, so it costs no privacy. It is not checked: the card says that it was
+        stated. Call it before `save_model`, and before `train` on such weights.
 
-        plan = self.ranks.run_on_first(opened)
-        if not self.spending.writes:
-            self._held.enter_context(self.spending.follow(plan))
-        assert self.spending.run is not None, "it was opened just now"
-        return self.spending.run
+        Args:
+            kinds: "average" (of weights that the run has released), "dtype", "merge" (of an adapter), "quantization".
 
-    def _register_run(self, model: nn.Module) -> None:
-        """Called at each step, not sooner: a run that failed before its first step has changed nothing."""
-        if self._training is not None and self._training not in trainings(model):
-            mark(model)
-            register(model, self._training, self._taken_over)
-
-    def _check_cost(self) -> None:
-        """Refuse to write this ledger's card for weights that have cost more; on the first rank."""
-        found = [training.statement for training in trainings(self.model)]
-        if not found and not self.dp_config.disjoint_data:
-            found = list(past_of(self.model, self.continues).statements)
-        for cost in map(cost_of, found):
-            if not self.spending.has(cost):
-                steps = sum(event["steps"] for event in cost["events"])
-                raise LedgerError(
-                    f"The model was trained elsewhere: {steps} private steps of the ledger with head"
-                    f" {cost['head'][:16]} are not all in that of {str(self.spending.folder)!r}. This card would claim"
-                    " less than the weights have cost, so nothing was saved. Save the model with the trainer that"
-                    " trained it last, or train it here first, which takes over its cost."
-                )
+        Guarantee: Without it, weights that were changed outside of a run are not saved with the card of that run.
+        """
+        for kind in kinds:
+            validate.one_of(tuple(POST_PROCESSING), post_processing=kind)
+        self.provenance.post_processing = sorted({*self.provenance.post_processing, *kinds})
 
     # ---- what is saved
 
@@ -181,9 +121,7 @@ class PublishingTrainer(Trainer):
         Nothing is written if the output folder's ledger does not have all that the weights have cost. Under FSDP2's
         SHARDED_STATE_DICT Trainer saves no model. Here only checkpoints are in shards, which resume faster.
         """
-        found = trainings(self.model)
-        if not found or any(training.spending is not self.spending for training in found):
-            self.ranks.run_on_first(self._check_cost)
+        self.provenance.check_save()
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         in_shards = "SHARDED_STATE_DICT" in str(getattr(plugin, "state_dict_type", ""))
         if in_shards and (output_dir is None or not _internal_call):
@@ -212,8 +150,19 @@ class PublishingTrainer(Trainer):
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Trainer's card, with the privacy section in it and the statement beside it."""
+        if self.is_world_process_zero():
+            self._check_files()
         super().create_model_card(*args, **kwargs)
         self._write_card(self.output_dir)
+
+    def _check_files(self) -> None:
+        """Refuse to write a card for files that `save_model` has not written."""
+        saved = (read_statement(self.output_dir) or {}).get("weights")
+        if weight_hashes(self.output_dir) not in ({}, saved):
+            raise LedgerError(
+                f"The weights in {self.output_dir!r} are not those that its {STATEMENT} is about. Save the model with"
+                " `trainer.save_model()`, which writes the card, too."
+            )
 
     def _write_card(self, folder: str) -> None:
         if self.is_world_process_zero():

@@ -33,12 +33,11 @@ from hf_private.methods.gep.method import Anchors
 from hf_private.methods.gep.public_data import AnchorBooks, AnchorData, checked_anchors
 from hf_private.methods.registry import resolve_method
 from hf_private.randomness import Key
-from hf_private.spending.lineage import trainings
 from hf_private.spending.spending import LEDGER, Spending
 from hf_private.tasks.losses import LABEL_NAMES, PerSampleLoss
 from hf_private.tasks.micro_batches import LogicalCollator
 
-from .callbacks import PrivacyCallback
+from .callbacks import PrivacyCallback, UpdateCallback
 from .data_guards import EvaluationGuard, check_data, main_input, public_batch
 from .facts import public_facts
 from .guards import (
@@ -170,7 +169,8 @@ class DPTrainer(PublishingTrainer):
         )
         self.dp_config = self._with_checked_anchors(dp_config)
         self.privacy_callback = PrivacyCallback(self.spending)
-        self.callback_handler.callbacks.insert(0, self.privacy_callback)  # before the reporters, who then see epsilon
+        # before the user's callbacks, which may change weights, and before the reporters, which then see epsilon
+        self.callback_handler.callbacks[:0] = [self.privacy_callback, UpdateCallback(self.provenance.note_update)]
         self.log_filter = LogFilter(self.dp_config)
         self.log_filter.keep_first(self.callback_handler)
         self.graceful_stop = GracefulStop(self.ranks)
@@ -223,7 +223,7 @@ class DPTrainer(PublishingTrainer):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self.ranks.run_on_first(last_checkpoint, self.output_dir)
         try:
-            with self._tracked(resume_from_checkpoint or None), self.graceful_stop.listening():
+            with self.provenance.tracking(resume_from_checkpoint or None), self.graceful_stop.listening():
                 self.ranks.run_on_all(check_layout, resume_from_checkpoint, self)
                 self.expected_batch_size = self.ranks.run_on_first(
                     self._resolve_batch_size, bool(resume_from_checkpoint)
@@ -314,7 +314,7 @@ class DPTrainer(PublishingTrainer):
             raise RuntimeError("A run must not begin anew within one `train()`: its noise and its draws would repeat.")
         # freezes what the method does not train, so it comes before the optimizer
         method = self.create_method()
-        self._taken_over = trainings(self.model)  # before FSDP2 replaces the parameters
+        self.provenance.find_trainings()  # before FSDP2 replaces the parameters
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if steps := max(max_steps - self.state.global_step, 0):
             self._attach(method, train_dataloader.batch_sampler.sample_rate, steps)
@@ -371,7 +371,7 @@ class DPTrainer(PublishingTrainer):
         report = run_collectively(self.ranks, model, self_check, *args)
         logger.info(report)
         noise = NoiseSource(config.noise, self._keys.noise)
-        run = self._open_run(
+        run = self.provenance.open_run(
             sample_rate,
             steps,
             method.releases,
@@ -422,9 +422,10 @@ class DPTrainer(PublishingTrainer):
             self.state.global_step -= 1
             return torch.zeros((), device=self.args.device)
         check_parameters(self._mechanism.model, self._mechanism.parameters)
+        self.provenance.check_step()
         self._mechanism.step(self._prepare_inputs(batch) for batch in inputs.micro_batches)
         self.step_guard.released += 1
-        self._register_run(self._mechanism.model)
+        self.provenance.register_step()
         if not self._gradients_checked and inputs.size:
             check_gradients(self._mechanism.model, self.dp_config.is_private)
             self._gradients_checked = True

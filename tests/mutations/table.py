@@ -286,25 +286,25 @@ MUTANTS = (
     ),
     Mutant(
         "a run that was refused for its past is let in when it is tried again",
-        "trainer/publishing.py",
+        "trainer/provenance.py",
         (
             (
-                "            yield\n        finally:\n",
-                "            yield\n        finally:\n            register(self.model, self._training)\n",
+                "                yield\n        finally:\n",
+                "                yield\n        finally:\n            self._changed = True\n",
             ),
         ),
         "tests/spending/test_lineage_cards.py::test_a_run_that_was_refused_is_refused_again_in_a_folder_with_a_history",
     ),
     Mutant(
         "the card of a cheap ledger is written for weights that were trained on elsewhere",
-        "trainer/publishing.py",
-        (("            self.ranks.run_on_first(self._check_cost)\n", "            pass\n"),),
+        "trainer/provenance.py",
+        (("            ranks.run_on_first(self._check_cost)\n", "            pass\n"),),
         "tests/spending/test_lineage_cards.py::test_weights_that_were_trained_on_are_not_saved_with_an_old_card",
     ),
     Mutant(
         "a trainer that has not trained writes its folder's card for any weights",
-        "trainer/publishing.py",
-        (("found = list(past_of(self.model, self.continues).statements)", "pass"),),
+        "trainer/provenance.py",
+        (("looked_up = None if found or", "looked_up = None if True or"),),
         "tests/spending/test_lineage_cards.py::test_a_trainer_that_has_not_trained_saves_what_its_ledger_has",
     ),
     Mutant(
@@ -315,8 +315,8 @@ MUTANTS = (
     ),
     Mutant(
         "a folder's history is taken for that of whatever is trained there",
-        "trainer/publishing.py",
-        (("resumed=self._loaded)", "resumed=bool(self.spending.events))"),),
+        "trainer/provenance.py",
+        (("resumed=self._loaded)", "resumed=bool(self.trainer.spending.events))"),),
         "tests/spending/test_lineage.py::test_a_trained_adapter_must_be_named",
     ),
     Mutant(
@@ -1193,5 +1193,118 @@ MUTANTS = (
         "trainer/refusals.py",
         (('    if _origin(trainer, "_get_train_sampler") is not Trainer:\n', "    if False:\n"),),
         "tests/trainer/test_attacks.py::test_overrides_that_would_have_no_effect_are_refused",
+    ),
+    # ---- a card is bound to its weights
+    Mutant(
+        "a trained parameter is forgotten where it is moved to",
+        "spending/registry.py",
+        (("training for p in parameters_of(model) for", "training for p in parameters_of(model)[-2:] for"),),
+        "tests/spending/test_bound_to_weights.py::test_a_part_that_is_moved_into_another_model_brings_its_spending",
+    ),
+    Mutant(
+        "a run forgets what another trainer did inside it",
+        "spending/registry.py",
+        (("if one not in replaced), training", "if one is training), training"),),
+        "tests/spending/test_bound_to_weights.py::test_a_trainer_inside_a_callback_of_another[True-on_train_begin]",
+    ),
+    Mutant(
+        "weights that were loaded by hand begin anew",
+        "spending/registry.py",
+        (("            if digest in _copies:\n", "            if False:\n"),),
+        "tests/spending/test_bound_to_weights.py::test_weights_that_are_loaded_by_hand_in_this_process_bring_their_spending",
+    ),
+    Mutant(
+        "the mark of a part is hidden by the config of the whole",
+        "spending/lineage.py",
+        (
+            (
+                "groups.setdefault((*_name_and_commit(config), hasattr(config, MARK)), ",
+                "groups.setdefault(_name_and_commit(config), ",
+            ),
+        ),
+        "tests/spending/test_bound_to_weights.py::test_a_changed_copy_of_a_part_is_refused",
+    ),
+    Mutant(
+        "weights that were changed after the run are saved",
+        "spending/fingerprints.py",
+        (("if name not in self.expected or fingerprint(x) != self.expected[name]:", "if name not in self.expected:"),),
+        "tests/spending/test_bound_to_weights.py::test_any_change_by_hand_is_noticed[False-scale_one_element]",
+    ),
+    Mutant(
+        "what came to a model after the run is saved",
+        "spending/fingerprints.py",
+        (
+            (
+                "if name not in self.expected or fingerprint(x) != self.expected[name]:",
+                "if fingerprint(x) != self.expected.get(name, fingerprint(x)):",
+            ),
+        ),
+        "tests/spending/test_bound_to_weights.py::test_any_change_by_hand_is_noticed[False-add_buffer]",
+    ),
+    Mutant(
+        "one more private step hides a change",
+        "trainer/provenance.py",
+        (("        changed = changed_since(self.model)\n", "        changed = None\n"),),
+        "tests/spending/test_bound_to_weights.py::test_weights_that_were_trained_without_privacy_after_the_run_are_not_saved",
+    ),
+    Mutant(
+        "weights may be trained between two private steps",
+        "spending/fingerprints.py",
+        (("        return None if same else next(", "        return None if True else next("),),
+        "tests/spending/test_bound_to_weights.py::test_training_without_privacy_inside_a_callback[on_step_end]",
+    ),
+    Mutant(
+        "frozen weights may change in a run",
+        "spending/fingerprints.py",
+        (("for name in self.trained & tensors.keys():", "for name in self.start.keys() & tensors.keys():"),),
+        "tests/spending/test_bound_to_weights.py::test_a_frozen_weight_that_a_callback_writes_to_is_not_saved",
+    ),
+    Mutant(
+        "buffers are not compared with their start",
+        "spending/fingerprints.py",
+        (("if start is not None and fingerprint(x)", "if False and fingerprint(x)"),),
+        "tests/spending/test_bound_to_weights.py::test_a_buffer_that_training_writes_to_is_not_saved[at the end]",
+    ),
+    Mutant(
+        "unknown weights get the card of a folder",
+        "trainer/provenance.py",
+        (("if not has_trained and spending.events and", "if False and"),),
+        "tests/spending/test_bound_to_weights.py::test_unknown_weights_do_not_get_the_card_of_a_folder",
+    ),
+    Mutant(
+        "what was declared after a run is not on the cards of descendants",
+        "spending/statement.py",
+        (('        declared.update(one.get("post_processing") or ())\n', ""),),
+        "tests/spending/test_bound_to_weights.py::test_what_was_declared_is_on_the_cards_of_descendants",
+    ),
+    Mutant(
+        "what was declared after a run is not on its card",
+        "spending/statement.py",
+        (('("anchors", "noise", "post_processing")', '("anchors", "noise")'),),
+        "tests/spending/test_bound_to_weights.py::test_what_was_declared_is_on_the_cards_of_descendants",
+    ),
+    Mutant(
+        "anything can be declared",
+        "trainer/publishing.py",
+        (("            validate.one_of(tuple(POST_PROCESSING), post_processing=kind)\n", "            pass\n"),),
+        "tests/spending/test_bound_to_weights.py::test_declared_post_processing_passes_and_the_card_says_so[dtype-to_half]",
+    ),
+    Mutant(
+        "a loaded model that was changed gets the card of its folder",
+        "spending/fingerprints.py",
+        (
+            (
+                "if key in stored and fingerprint(file.get_tensor(key).to(x.dtype)) == fingerprint(x):",
+                "if key in stored:",
+            ),
+        ),
+        "tests/spending/test_bound_to_weights.py"
+        "::test_a_loaded_model_that_was_changed_does_not_get_the_card_of_its_folder[whole]",
+    ),
+    Mutant(
+        "a card is written for files that were saved by hand",
+        "trainer/publishing.py",
+        (("if weight_hashes(self.output_dir) not in ({}, saved):", "if False:"),),
+        "tests/spending/test_bound_to_weights.py::test_no_card_is_written_for_files_that_were_saved_by_hand",
     ),
 )

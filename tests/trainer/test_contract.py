@@ -33,6 +33,7 @@ SIGNATURES = {  # overridden or called method -> its parameters
     "_save_rng_state": ["self", "output_dir"],
     "_load_rng_state": ["self", "checkpoint"],
     "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
+    "_load_best_model": ["self"],
     "hyperparameter_search": None,
     "create_model_card": None,
     "push_to_hub": ["self", "commit_message", "blocking", "token", "revision", "kwargs"],
