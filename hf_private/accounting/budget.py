@@ -9,6 +9,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from scipy.optimize import root_scalar
 
@@ -17,6 +18,9 @@ from hf_private._validate import integer_at_least, non_negative, one_of, positiv
 from . import accountants
 from .accountants import ACCOUNTANTS, SECOND_OPINIONS, Bounds, Settings, all_at_once, bounds_by
 from .events import Event
+
+if TYPE_CHECKING:
+    from .risk import Risk
 
 
 class BudgetExceeded(RuntimeError):
@@ -56,7 +60,8 @@ def _upper(
 
 @dataclass(frozen=True)
 class EpsilonReport:
-    """Epsilon by every accountant. `epsilon` is the number to publish and to enforce; `note` says what failed."""
+    """Epsilon by every accountant. `epsilon` is the number to publish and to enforce; `note` says what failed, and
+    `risk`, where it is known, how often an attacker can be right."""
 
     delta: float
     epsilon: float
@@ -65,11 +70,13 @@ class EpsilonReport:
     delta_error: float
     bounds: dict[str, Bounds] = field(default_factory=dict)
     note: str = ""
+    risk: "Risk | None" = None
 
     def __str__(self) -> str:
         uppers = ", ".join(f"{name.upper()} {bounds[2]:.3f}" for name, bounds in self.bounds.items())
         note = f"; {self.note}" if self.note else ""
-        return f"epsilon {self.epsilon:.3f} at delta {self.delta:g} (upper bounds: {uppers}){note}"
+        meaning = f"\n{self.risk}" if self.risk is not None else ""
+        return f"epsilon {self.epsilon:.3f} at delta {self.delta:g} (upper bounds: {uppers}){note}{meaning}"
 
     @property
     def prv(self) -> Bounds | None:

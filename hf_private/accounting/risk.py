@@ -7,7 +7,7 @@ are upper bounds over every attack, with any side knowledge, on any dataset.
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -127,7 +127,7 @@ def risk(
     events = tuple(events)
     if law == "fixed":
         integer_at_least(1, runs=runs)
-        events = events * int(runs)
+        events = tuple(replace(event, steps=int(runs) * event.steps) for event in events)
     settings = settings_of(events)
     delta = target_delta or DEFAULT_DELTA
     if not settings:

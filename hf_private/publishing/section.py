@@ -82,6 +82,7 @@ def template_fields(statement: dict[str, Any]) -> dict[str, str]:
         "delta": guarantee["delta"],
         "unit": "record" if k == 1 else f"person with up to {k} records",
         "odds": _best_guess(guarantee),
+        **_attacks(guarantee.get("risk") or {}),
         "reasons": "; ".join(statement["not_private_because"]),
         "method": mechanism["method"],
         "phases": _phases(mechanism["phases"]),
@@ -155,6 +156,23 @@ def _audit(audit: dict[str, Any]) -> str:
         outcome = "no violation" if audit["step_holds"] is True else "VIOLATION"
         found.append(f"one step on {audit.get('step_records')} records, {outcome} found (measured without noise)")
     return "; ".join(found) or "none"
+
+
+def _attacks(risk: dict[str, Any]) -> dict[str, str]:
+    """The attack rates of a statement, in percent. They are rounded up already."""
+    if not risk:
+        return dict.fromkeys(("accuracy", "found_1", "found_01", "mu"), "not stated")
+    found = risk["tpr_at_fpr"]
+    return {
+        "accuracy": f"{100 * risk['accuracy']:.4g}",
+        "found_1": f"{100 * found['0.01']:.4g}",
+        "found_01": f"{100 * found['0.001']:.4g}",
+        "mu": f"{risk['mu']} for epsilon up to {_up_to(risk['mu_up_to_epsilon'])}",
+    }
+
+
+def _up_to(epsilon: float | str | None) -> str:
+    return f"{math.floor(100 * epsilon) / 100:g}" if isinstance(epsilon, float | int) else str(epsilon)
 
 
 def _best_guess(guarantee: dict[str, Any]) -> str:

@@ -49,6 +49,9 @@ def in_own_words(statement: dict[str, Any]) -> dict[str, Any]:
     >>> in_own_words({"versions": {"hf_private": "0.1.0"}, "caveats": []})["caveats"]
     []
     """
+    if template_version(statement["versions"]["hf_private"]) == "0.1.0" and "guarantee" in statement:
+        guarantee = {name: value for name, value in statement["guarantee"].items() if name != "risk"}
+        statement = {**statement, "guarantee": guarantee}  # 0.1.0 did not state attack rates
     words = json.loads(template(statement, "words.json"))
     return {name: value if name in FACTS else _translate(value, words) for name, value in statement.items()}
 

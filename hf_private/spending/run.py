@@ -1,10 +1,12 @@
 """One run: a plan that is fixed when its ledger is opened, and the charge of each step."""
 
-import math
+from collections.abc import Callable
+from functools import cached_property
 from typing import NamedTuple
 
 from hf_private.accounting.budget import BudgetExceeded
 from hf_private.accounting.events import Event
+from hf_private.accounting.schedule import Schedule
 
 from .ledger import PrivacyLedger
 
@@ -15,14 +17,14 @@ class Plan(NamedTuple):
     Attributes:
         event: What each step costs.
         noise_multiplier: The noise of each step.
+        planned: How many steps the run takes.
         steps: How many steps may be taken; None if there is no budget.
-        bound: Upper bound on epsilon after all of them.
     """
 
     event: Event
     noise_multiplier: float
+    planned: int
     steps: int | None = None
-    bound: float = math.inf
 
 
 class Run:
@@ -31,10 +33,19 @@ class Run:
     Args:
         ledger: Open for writing; None on ranks that only count along.
         number: Of the run in its ledger.
+        schedule: Makes epsilon as a function of the steps taken; called once, when it is first needed.
     """
 
-    def __init__(self, plan: Plan, ledger: PrivacyLedger | None = None, number: int = 0) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        ledger: PrivacyLedger | None = None,
+        number: int = 0,
+        schedule: Callable[[], Schedule] | None = None,
+    ) -> None:
         self.plan = plan
+        self.taken = 0
+        self._make_schedule = schedule
         self.steps_left = plan.steps
         self.ledger = ledger
         self.number = number
@@ -49,3 +60,14 @@ class Run:
             self.steps_left -= event.steps
         if self.ledger is not None:
             self.ledger.charge(event, phase=f"run {self.number}")
+        self.taken += 1
+
+    @cached_property
+    def _schedule(self) -> Schedule | None:
+        return self._make_schedule() if self._make_schedule else None
+
+    def epsilon(self) -> float | None:
+        """Epsilon after the steps taken so far, with all that was spent before; None if the plan does not say."""
+        if self._schedule is None or self.taken > self.plan.planned:
+            return None
+        return self._schedule(self.taken)

@@ -10,15 +10,17 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers.utils import logging
 
 from hf_private.accounting import budget as accounting
-from hf_private.accounting.accountants import SECOND_OPINIONS
 from hf_private.accounting.budget import BudgetExceeded, EpsilonReport
 from hf_private.accounting.events import Event
+from hf_private.accounting.risk import risk
+from hf_private.accounting.schedule import epsilon_schedule
 
 from .costs import NO_PAST, UNKNOWN, Cost, Past, all_costs, sources, take_over, times_missing
 from .ledger import LedgerError, PrivacyLedger
@@ -30,6 +32,7 @@ logger = logging.get_logger(__name__)
 LEDGER = Path("_dp", "ledger.jsonl")
 NOT_PRIVATE = "NOT PRIVATE"
 USELESS = 10  # times the noise that a fresh budget would need: nothing is learned
+UNPROTECTED = Event(1.0, (0.0,))  # a step on all records without noise
 
 
 class Spending:
@@ -110,7 +113,16 @@ class Spending:
             plan = self._plan(sample_rate, steps, releases, noise_multiplier, resumes=checkpoint is not None)
             planned = {"noise_multiplier": plan.noise_multiplier, "sample_rate": sample_rate, "planned_steps": steps}
             ledger.add_line("run", {**(settings or {}), **planned, **noted})
-            with self._running(Run(plan, ledger, len(self.runs))) as run:
+            schedule = partial(
+                epsilon_schedule,
+                plan.event,
+                steps,
+                ledger.events,
+                delta=self.target_delta,
+                accountant=self.accountant,
+                records_per_unit=self.records_per_unit,
+            )
+            with self._running(Run(plan, ledger, len(self.runs), schedule)) as run:
                 yield run
 
     @contextmanager
@@ -154,12 +166,12 @@ class Spending:
                     )
         event = Event(sample_rate, releases(noise_multiplier))
         if self.target_epsilon is None:
-            return Plan(event, noise_multiplier)
+            return Plan(event, noise_multiplier, steps)
         if not steps:
-            return Plan(event, noise_multiplier, 0)
+            return Plan(event, noise_multiplier, 0, 0)
         if not self.fits(replace(event, steps=steps)):
             raise BudgetExceeded(f"{steps} steps with noise multiplier {noise_multiplier} do not fit the budget.")
-        return Plan(event, noise_multiplier, steps, self.target_epsilon)
+        return Plan(event, noise_multiplier, steps, steps)
 
     def _calibrate(self, sample_rate: float, steps: int) -> float:
         target = self.target_epsilon
@@ -271,8 +283,10 @@ class Spending:
         return accounting.steps_within(*budget, at_most=1, records_per_unit=self.records_per_unit) == 1
 
     def report(self) -> EpsilonReport:
-        """What all charged steps cost, by all accountants."""
+        """What all charged steps cost, by all accountants, and what an attacker can learn from them."""
         report = accounting.epsilon(self.events, self.target_delta, self.accountant)
+        events = (UNPROTECTED,) if self.reproducible else self.events
+        report = replace(report, risk=risk(events, self.target_delta, self.records_per_unit))
         if self.reproducible:
             report = replace(report, epsilon=math.inf, note="a fixed key was used, which undoes the noise")
         elif self.records_per_unit > 1:
@@ -286,20 +300,12 @@ class Spending:
             return math.inf
         if self.records_per_unit > 1:
             return accounting.group_epsilon(self.events, self.target_delta, self.records_per_unit)
-        voices = (self.accountant, *SECOND_OPINIONS.get(self.accountant, ()))
-        return max(accounting.epsilon_of(self.events, self.target_delta, voice) for voice in voices)
+        return accounting.enforced_epsilon(self.events, self.target_delta, self.accountant)
 
-    def quick_epsilon(self) -> float:
-        """A cheap upper bound on what all charged steps cost, for logs; a run's plan has one, too."""
-        if self.reproducible:
-            return math.inf
-        k, events = self.records_per_unit, self.events
-        if k > 1:  # whenever one of a person's records might be drawn, count all of them
-            events = [
-                replace(e, sample_rate=min(1.0, k * e.sample_rate), releases=tuple(s / k for s in e.releases))
-                for e in events
-            ]
-        return min(accounting.quick_epsilon(events, self.target_delta), self.run.plan.bound if self.run else math.inf)
+    def live_epsilon(self) -> float:
+        """The same for logs: while a run lasts, from its schedule, which is never below and costs nothing per step."""
+        planned = None if self.run is None or self.reproducible else self.run.epsilon()
+        return self.epsilon() if planned is None else planned
 
     def statement(self) -> dict[str, Any]:
         """The ledger's part of a statement: its events, its hash chain's head, and every run's settings."""

@@ -19,6 +19,7 @@ from hf_private._validate import integer_at_least
 from hf_private.accounting.budget import delta_curve, epsilon, group_epsilon
 from hf_private.accounting.composition import best_of_epsilon, joint_epsilon
 from hf_private.accounting.events import Event
+from hf_private.accounting.risk import risk
 from hf_private.methods.registry import describe_method
 
 STATEMENT = "privacy.json"
@@ -115,6 +116,7 @@ def build_statement(facts: dict[str, Any], weights: dict[str, str]) -> dict[str,
                 for name, (low, middle, up) in sorted(report.bounds.items())
             },
             "curve": _curve(events, report.epsilon),
+            "risk": None if reasons else _risk(events, delta, unit, facts["tuning"]),
         },
         "privacy_unit": {"unit": "record" if unit == 1 else "person", "records_per_unit": unit},
         "adjacency": "add-or-remove-one",
@@ -166,6 +168,12 @@ def build_statement(facts: dict[str, Any], weights: dict[str, str]) -> dict[str,
     statement["dataset"] = {**dataset, "num_records_is_public": True}
     statement["caveats"] = caveats(statement)
     return plain(statement)
+
+
+def _risk(events: list[Event], delta: float, unit: int, tuning: dict[str, Any]) -> dict[str, Any]:
+    """Upper bounds on what an attacker can learn, of all runs that are charged."""
+    runs, law = tuning["runs"] or 1, tuning["law"] or "fixed"
+    return risk(events, delta, unit, runs=runs, law=law if runs > 1 else "fixed").to_dict()
 
 
 def rebuild(statement: dict[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,8 @@ class PrivacyCallback(TrainerCallback):
     """Puts `epsilon` into every log entry, hence into the progress bar and all reporters, and ends training when no
     further step fits the budget. `DPTrainer` adds one by itself.
 
-    While training runs, `epsilon` is a quick upper bound (RDP, or the target where that is less); the entry at the end
-    has the accountant's value, as `trainer.privacy_spent()`. On its own it reads the ledger of any run:
+    While training runs, `epsilon` follows the schedule of the planned run: the accountant's own value, rounded up
+    between a few points. It ends at the value of `trainer.privacy_spent()`. On its own it reads the ledger of any run:
 
     >>> PrivacyCallback("runs/not_started_yet", target_delta=1e-5).epsilon()
     0.0
@@ -30,19 +30,10 @@ class PrivacyCallback(TrainerCallback):
 
     def __init__(self, spending: Spending | str | Path, target_delta: float = 1e-5) -> None:
         self.spending = spending if isinstance(spending, Spending) else Spending(spending, target_delta)
-        self._training = False
 
     def epsilon(self, exact: bool = False) -> float:
-        """Epsilon spent so far: a quick upper bound, or the accountant's value."""
-        return self.spending.epsilon() if exact else self.spending.quick_epsilon()
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """From here on a log entry must not take the accountant's seconds."""
-        self._training = True
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        """From here on it may."""
-        self._training = False
+        """Epsilon spent so far: by the schedule of the run that is open, or by the accountant, which takes longer."""
+        return self.spending.epsilon() if exact else self.spending.live_epsilon()
 
     def on_log(
         self,
@@ -55,7 +46,7 @@ class PrivacyCallback(TrainerCallback):
         """Add epsilon to what is being logged, and to its copy in the history."""
         if logs is None or "epsilon" in logs or not self.spending.writes:
             return
-        epsilon = self.epsilon(exact="train_runtime" in logs or not self._training)
+        epsilon = self.epsilon()
         shown: dict[str, Any] = (
             {"epsilon": "inf", "privacy": NOT_PRIVATE} if math.isinf(epsilon) else {"epsilon": epsilon}
         )

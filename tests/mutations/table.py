@@ -649,10 +649,10 @@ MUTANTS = (
         "tests/trainer/test_guards.py::test_a_budget_that_is_raised_later_is_the_one_enforced",
     ),
     Mutant(
-        "the target is logged as epsilon, whatever was spent before",
+        "live epsilon leaves out what was spent before",
         "spending/spending.py",
-        (("return Plan(event, noise_multiplier, 0)", "return Plan(event, noise_multiplier, 0, self.target_epsilon)"),),
-        "tests/spending/test_spending.py::test_a_running_estimate_stays_within_the_target",
+        (("                ledger.events,\n", "                (),\n"),),
+        "tests/spending/test_spending.py::test_live_epsilon_climbs_to_the_final_one",
     ),
     Mutant(
         "a line that a crash left unfinished is not charged",
@@ -790,7 +790,7 @@ MUTANTS = (
     Mutant(
         "tried runs are not part of the risk",
         "accounting/risk.py",
-        (("events = events * int(runs)", "events = events * 1"),),
+        (("steps=int(runs) * event.steps", "steps=event.steps"),),
         "tests/accounting/test_risk.py::test_a_fixed_number_of_runs_is_composed",
     ),
     Mutant(

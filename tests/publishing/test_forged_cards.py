@@ -447,3 +447,12 @@ def test_claims_are_found_once_and_in_order() -> None:
         ("epsilon", 0.3),
         ("delta", 1e-6),
     ]
+
+
+@pytest.mark.parametrize("name", ["accuracy", "advantage", "mu"])
+def test_an_edited_attack_rate_is_caught(tmp_path: Path, name: str) -> None:
+    """Attack rates follow from the steps, like epsilon; the card is rendered anew from the edited statement."""
+    folder = saved_model(tmp_path, facts_of(__version__))
+    assert verify(folder).code == 0
+    state(lambda statement: statement["guarantee"]["risk"].__setitem__(name, 0.05))(folder)
+    assert any(f"`guarantee.risk.{name}`" in message for message in statuses(folder)["wrong"])
