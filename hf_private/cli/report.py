@@ -14,7 +14,7 @@ examples:
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .arguments import UsageError
 from .output import print_json
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 NAME = "report"
 FORMATS = ("md", "registry", "cyclonedx")
+NONSENSE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,14 +52,16 @@ def run(args: argparse.Namespace) -> int:
         reason = f": {problem.message}" if problem else ""
         raise UsageError(f"argument PATH_OR_REPO: must hold a valid privacy.json, got {args.model!r}{reason}")
     joint = _joint(args.model, args.also) if args.also else None
-    report = build_report(statement, verify(args.model), _name(args.model), date.today().isoformat(), joint)
+    try:
+        report = build_report(statement, verify(args.model), _name(args.model), date.today().isoformat(), joint)
+    except NONSENSE as error:  # the schema leaves some facts open, and anyone may have written them
+        raise UsageError(f"argument PATH_OR_REPO: privacy.json of {args.model!r} makes no sense: {error!r}") from error
     if args.html:
         try:
             Path(args.html).write_text(to_html(report), encoding="utf-8")
         except OSError as error:
-            raise UsageError(
-                f"argument --html: must be a file that can be written, got {args.html!r}: {error}"
-            ) from error
+            must = f"argument --html: must be a file that can be written, got {args.html!r}"
+            raise UsageError(f"{must}: {error.strerror}") from error
     chosen = args.format or (None if args.html else "md")
     if chosen == "registry":
         try:
@@ -89,12 +92,8 @@ def _joint(model: str, others: list[str]) -> "Joint":
 
     statements = read_releases([model, *others])
     together = compose(statements)
-    releases = tuple(
-        (_name(one), *(str(value) for value in _columns(statement))) for one, statement in statements.items()
-    )
-    return Joint(releases, together.epsilon, together.delta, together.risk)
-
-
-def _columns(statement: dict[str, Any]) -> tuple[Any, Any, Any]:
-    guarantee = statement["guarantee"]
-    return guarantee["epsilon"], guarantee["delta"], statement["mechanism"]["steps"]
+    releases = []
+    for one, statement in statements.items():
+        guarantee, steps = statement["guarantee"], statement["mechanism"]["steps"]
+        releases.append((_name(one), str(guarantee["epsilon"]), str(guarantee["delta"]), str(steps)))
+    return Joint(tuple(releases), together.epsilon, together.delta, together.risk)

@@ -89,6 +89,7 @@ WRONG = [  # (arguments, the option that is named, what is allowed); what was go
     (["card", "model", "--law", "uniform"], "--law", "'fixed', 'geometric', 'logarithmic'"),
     (["card", "nowhere"], "PATH", "privacy.json"),
     (["compose", "a", "--delta", "1"], "--delta", "a number between 0 and 1"),
+    (["report", "model", "--format", "poetry"], "--format", "'md', 'registry', 'cyclonedx'"),
     (["frobnicate"], "COMMAND", "'demo', 'calibrate', 'doctor'"),
 ]
 
@@ -103,7 +104,7 @@ def test_wrong_value(arguments: list[str], option: str, allowed: str, capsys: py
 
 def test_every_option_with_a_value_has_a_wrong_value_above() -> None:
     seen = {(arguments[0], option) for arguments, option, _ in WRONG}
-    free_text = {("demo", "--output-dir"), ("verify", "--revision")}
+    free_text = {("demo", "--output-dir"), ("verify", "--revision"), ("report", "--html"), ("report", "--also")}
     for command in COMMANDS:
         subparser = build_parser().parse_args([command.NAME, *_required(command)]).parser
         for action in subparser._actions:

@@ -31,7 +31,7 @@ def answers(statement: dict[str, Any], claimed: bool) -> tuple[Answer, ...]:
             _parameters(statement) if claimed else "There is none that can be relied on.",
         ),
         Answer("Unit of privacy", "Whom does it protect?", _unit(statement) if claimed else "Nobody."),
-        Answer("Algorithms and correctness", "How is it achieved, and what was checked?", _algorithm(statement)),
+        Answer("Algorithms and correctness", "How is it achieved?", _algorithm(statement)),
         Answer(
             "Utility",
             "Is the model accurate enough for its purpose?",
@@ -62,9 +62,7 @@ def answers(statement: dict[str, Any], claimed: bool) -> tuple[Answer, ...]:
             " the model.",
             open=True,
         ),
-        Answer(
-            "Data collection exposure", "How was the data collected, kept, and shared?", _data(statement), open=True
-        ),
+        Answer("Data collection exposure", "How was the data collected and kept?", _data(statement), open=True),
     )
 
 
@@ -105,7 +103,7 @@ def _algorithm(statement: dict[str, Any]) -> str:
         f"{mechanism['method']}: {phases or 'no steps'}. Clipping {mechanism['clipping']}, norm"
         f" {mechanism['clip_norm']}. Sampling {', '.join(statement['sampling']['declared']) or 'none'}. Optimizer"
         f" {mechanism['optimizer']}. Accounting: {accounting['library']}"
-        f"{'; ' + accounting['note'] if accounting['note'] else ''}. See Evidence for the checks."
+        f"{'; ' + accounting['note'] if accounting['note'] else ''}."
     )
 
 

@@ -61,11 +61,8 @@ def to_cyclonedx(report: Report) -> dict[str, Any]:
 def _model_card(report: Report) -> dict[str, Any]:
     statement, risk = report.statement, report.risk
     guarantee, mechanism = statement["guarantee"], statement["mechanism"]
-    limits = [
-        *report.reasons,
-        *statement["caveats"],
-        *(f"Not covered: {x}" for x in statement["scope"]["not_covered"]),
-    ]
+    not_covered = (f"Not covered: {what}" for what in statement["scope"]["not_covered"])
+    limits = [*report.reasons, *statement["caveats"], *not_covered]
     card: dict[str, Any] = {
         "bom-ref": "model-card",
         "modelParameters": {"datasets": [{"ref": "training-data"}]},

@@ -1,6 +1,8 @@
 """A report as Markdown."""
 
+import html
 import re
+from collections.abc import Iterable
 
 from .answers import TO_FILL_IN
 from .content import PRIVATE, Report, Section
@@ -40,12 +42,10 @@ def escape(text: str) -> str:
     >>> escape("a|b <script>\\nx")
     'a/b &lt;script&gt; x'
     """
-    line = (
-        " ".join(str(text).split()).replace("|", "/").replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    )
+    line = html.escape(" ".join(str(text).split()).replace("|", "/"), quote=False)
     return re.sub(r"([\\`\[\]*])", r"\\\1", line)
 
 
-def _table(columns: tuple[str, ...], rows) -> str:
+def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = [columns, ("---",) * len(columns), *(tuple(map(escape, row)) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

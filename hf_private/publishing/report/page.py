@@ -14,7 +14,7 @@ STYLE = """\
 @media (prefers-color-scheme:dark){:root{--ink:#e4e8ec;--soft:#a9b4bf;--paper:#14181d;--rule:#38414b;--tint:#1d232a;
 --good:#6fd3ae;--good-tint:#12302a;--bad:#ff8a94;--bad-tint:#3d1418;--open:#f2bd6b;--open-tint:#332611}}
 *{box-sizing:border-box}
-body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
+body{margin:0;background:var(--paper);color:var(--ink);font:1rem/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
 main{max-width:54rem;margin:0 auto;padding:2rem 1.25rem 4rem}
 h1{font-size:1.7rem;line-height:1.25;margin:0;overflow-wrap:anywhere}
 h2{font-size:1.2rem;margin:2.5rem 0 .6rem;padding-top:.8rem;border-top:1px solid var(--rule)}
@@ -48,10 +48,10 @@ li{overflow-wrap:anywhere}
 .signature{display:grid;grid-template-columns:2fr 2fr 1fr;gap:1.5rem;margin-top:3rem;color:var(--soft)}
 .signature span{border-top:1px solid var(--soft);padding-top:.3rem}
 @media print{
-:root{color-scheme:light;--ink:#000;--soft:#444;--paper:#fff;--rule:#bbb;--tint:#f4f4f4;--good:#0b5a43;--good-tint:#fff;
+:root{font-size:9.5pt;color-scheme:light;--ink:#000;--soft:#444;--paper:#fff;--rule:#bbb;--tint:#f4f4f4;--good:#0b5a43;--good-tint:#fff;
 --bad:#b00020;--bad-tint:#fff;--open:#6b4000;--open-tint:#fff}
 @page{margin:15mm}
-body{font-size:9.5pt;line-height:1.4}
+body{line-height:1.4}
 .figures{grid-template-columns:repeat(4,1fr)}
 th,td{padding:.25rem .5rem}
 main{max-width:none;padding:0}

@@ -6,6 +6,8 @@ September 2026 (commit 057e5d8). What a statement cannot know is marked `FILL_IN
 
 from typing import Any
 
+import yaml
+
 from .answers import answers
 from .content import Report, sha256, unit
 
@@ -23,7 +25,7 @@ def to_registry(report: Report) -> dict[str, Any]:
     statement = report.statement
     text = {one.component: one.text for one in answers(statement, claimed=True)}
     guarantee, k = statement["guarantee"], statement["privacy_unit"]["records_per_unit"]
-    number = statement["dataset"]["num_records"]
+    number, data = statement["dataset"]["num_records"], statement["dataset"]["name"]
     tuning = statement["tuning"]["runs"]
     loss = {
         "privacy_unit": "Record-level" if k == 1 else f"Person-level (up to {k} records)",
@@ -47,7 +49,7 @@ def to_registry(report: Report) -> dict[str, Any]:
             },
             "dp_variant": {
                 "variant_name": "Approximate DP",
-                "data_domain": f"All sets of training records like those of {statement['dataset']['name'] or FILL_IN}.",
+                "data_domain": f"All sets of records like those of the training data, {data or FILL_IN}.",
                 "unprotected_quantities": _list(statement["scope"]["not_covered"]),
             },
             "privacy_loss": loss,
@@ -83,8 +85,6 @@ def to_registry(report: Report) -> dict[str, Any]:
 
 def to_yaml(entry: dict[str, Any]) -> str:
     """The entry as the YAML file that the registry asks for, with what is left to do at its top."""
-    import yaml
-
     todo = ", ".join(
         ("data_curators (name and type)", "description", "intended_use", "data_product_region", "publication_date")
     )
@@ -92,7 +92,17 @@ def to_yaml(entry: dict[str, Any]) -> str:
         "# Draft for github.com/opendp/deployments-registry-data.\n"
         f"# Fill in: {todo},\n# actors, justification, utility, registry_authors; check all other fields.\n"
     )
-    return head + yaml.safe_dump(entry, sort_keys=False, allow_unicode=True, width=100)
+    return head + yaml.dump(entry, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as blocks, as the registry asks for."""
+
+    def represent_text(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def _list(lines: list[str]) -> str:
