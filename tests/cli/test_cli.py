@@ -63,6 +63,8 @@ WRONG = [  # (arguments, the option that is named, what is allowed); what was go
     (["calibrate", "--steps", "0"], "--steps", "a whole number >= 1"),
     (["calibrate", "--epsilon", "0"], "--epsilon", "a number > 0"),
     (["calibrate", "--epsilon", "nan"], "--epsilon", "a number > 0"),
+    (["calibrate", "--advantage", "0"], "--advantage", "a number between 0 and 1"),
+    (["calibrate", "--advantage", "1"], "--advantage", "a number between 0 and 1"),
     (["calibrate", "--delta", "1"], "--delta", "a number between 0 and 1"),
     (["calibrate", "--accountant", "gdp"], "--accountant", "'prv', 'pld', 'rdp'"),
     (["calibrate", "--records-per-unit", "0"], "--records-per-unit", "a whole number >= 1"),
