@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 from statistics import NormalDist
 
-from scipy.optimize import brentq
+from scipy.optimize import root_scalar
 
 from hf_private._validate import integer_at_least, probability
 
@@ -70,7 +70,7 @@ def calibrate_risk(
         low, high = max(low / 1.3, LEAST_NOISE), low
     if excess(low) <= 0:
         return low
-    sigma = brentq(excess, low, high, xtol=5e-7, rtol=1e-9)
+    sigma = root_scalar(excess, bracket=(low, high), method="brentq", xtol=5e-7, rtol=1e-9).root
     sigma, up = math.ceil(sigma * 1e6) / 1e6, 1e-6
     while excess(sigma) > 0:
         sigma, up = round(sigma + up, 6), 2 * up

@@ -14,7 +14,7 @@ Curve = Sequence[tuple[float, float]]  # (epsilon, noise to signal)
 
 def curves(n: int, delta: float, noised: int, steps: int) -> dict[int, Curve]:
     """Noise to signal over epsilon, by batch size, at the noise that RDP demands."""
-    found = {}
+    found: dict[int, Curve] = {}
     for batch in batches(n):
         points = []
         for epsilon in EPSILONS:
