@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
             kept = f"epsilon <= {args.epsilon:g} at delta = {args.delta:g}"
         else:
             kept = f"the advantage of every attack <= {args.advantage:g}"
-        print(f"noise multiplier {sigma:.6g} keeps {kept}")
+        print(f"noise multiplier {sigma} keeps {kept}")  # all digits: fewer could be too little noise
         print(rows[0].risk)
         print_table(
             "The same noise under other plans",

@@ -30,6 +30,9 @@ def test_the_risk_is_printed_for_either_budget(capsys: pytest.CaptureFixture) ->
     assert main([*PLAN, "--advantage", "0.2"]) == 0
     text = capsys.readouterr().out
     assert "<= 0.2" in text and "at most 60.0 %" in text
+    assert main([*PLAN, "--advantage", "0.2", "--json"]) == 0
+    sigma = json.loads(capsys.readouterr().out)["noise_multiplier"]
+    assert float(text.split()[2]) == sigma, "all digits: fewer could be too little noise"
 
 
 def test_budgets_exclude_each_other(capsys: pytest.CaptureFixture) -> None:
