@@ -1,23 +1,28 @@
 """Find the noise multiplier for a privacy budget.
 
 The noise multiplier holds for Poisson sampling at rate batch / n, and for neighbouring datasets that
-differ by adding or removing one record. The table shows the epsilon of the same noise under other
-plans.
+differ by adding or removing one record. The budget is an epsilon at --delta, or with --advantage the
+largest advantage (members found minus false alarms) that any membership attack may have. The table
+shows the epsilon of the same noise under other plans, and how often the best attacker is right there.
 
-example:
+examples:
   hf-private calibrate --n 67349 --batch 2000 --steps 680 --epsilon 3.3 --delta 1e-5
+  hf-private calibrate --n 67349 --batch 2000 --steps 680 --advantage 0.1 --delta 1e-5
 """
 
 import argparse
 import math
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_private.accounting import ACCOUNTANT_NAMES
 
 from .arguments import UsageError, positive, probability, whole
 from .output import print_json, print_table
+
+if TYPE_CHECKING:
+    from hf_private.accounting.risk import Risk
 
 NAME = "calibrate"
 
@@ -50,13 +55,25 @@ class Plan:
         return [plan for plan in candidates if plan.batch <= self.n]
 
 
+class Priced(NamedTuple):
+    """What a plan costs."""
+
+    plan: Plan
+    epsilon: float
+    risk: "Risk"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--n", type=whole(1), required=True, help="number of training records")
     parser.add_argument("--batch", type=whole(1), required=True, help="expected (logical) batch size")
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--epochs", type=positive, help="training length in epochs of ceil(n / batch) steps")
     length.add_argument("--steps", type=whole(1), help="training length in optimizer steps")
-    parser.add_argument("--epsilon", type=positive, required=True, help="target epsilon")
+    budget = parser.add_mutually_exclusive_group(required=True)
+    budget.add_argument("--epsilon", type=positive, help="target epsilon")
+    budget.add_argument(
+        "--advantage", type=probability, help="largest advantage of an attack: 0 is chance, 1 is certainty"
+    )
     parser.add_argument("--delta", type=probability, required=True, help="target delta, well below 1 / n")
     parser.add_argument(
         "--accountant", choices=ACCOUNTANT_NAMES, default="prv", help="accountant to use (default: %(default)s)"
@@ -70,6 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from hf_private.accounting.budget import BudgetExceeded, calibrate, epsilon_of, group_epsilon
     from hf_private.accounting.events import Event
+    from hf_private.accounting.risk import risk
+    from hf_private.accounting.risk_budget import calibrate_risk
 
     if args.batch > args.n:
         raise UsageError(f"argument --batch: must be at most --n = {args.n}, got {args.batch}")
@@ -79,42 +98,64 @@ def run(args: argparse.Namespace) -> int:
     steps = args.steps or math.ceil(args.epochs * math.ceil(args.n / args.batch))
     plan = Plan("as requested", args.n, args.batch, steps)
     try:
-        sigma = calibrate(
-            args.epsilon,
-            args.delta,
-            plan.sample_rate,
-            plan.steps,
-            accountant=args.accountant,
-            records_per_unit=args.records_per_unit,
-        )
+        if args.advantage is not None:
+            sigma = calibrate_risk(
+                args.advantage, plan.sample_rate, plan.steps, records_per_unit=args.records_per_unit
+            )
+        else:
+            sigma = calibrate(
+                args.epsilon,
+                args.delta,
+                plan.sample_rate,
+                plan.steps,
+                accountant=args.accountant,
+                records_per_unit=args.records_per_unit,
+            )
     except (ValueError, BudgetExceeded) as error:
         raise UsageError(str(error)) from error
 
-    def epsilon(plan: Plan) -> float:
+    def price(plan: Plan) -> Priced:
         events = [Event(plan.sample_rate, (sigma,), plan.steps)]
         if args.records_per_unit > 1:
-            return group_epsilon(events, args.delta, args.records_per_unit)
-        return epsilon_of(events, args.delta, args.accountant)
+            epsilon = group_epsilon(events, args.delta, args.records_per_unit)
+        else:
+            epsilon = epsilon_of(events, args.delta, args.accountant)
+        return Priced(plan, epsilon, risk(events, args.delta, args.records_per_unit))
 
-    rows = [(plan, epsilon(plan)) for plan in (plan, *plan.neighbours())]
+    rows = [price(plan) for plan in (plan, *plan.neighbours())]
     if args.json:
         print_json(_report(args, sigma, rows))
     else:
-        print(f"noise multiplier {sigma:.6g} keeps epsilon <= {args.epsilon:g} at delta = {args.delta:g}")
+        if args.advantage is None:
+            kept = f"epsilon <= {args.epsilon:g} at delta = {args.delta:g}"
+        else:
+            kept = f"the advantage of every attack <= {args.advantage:g}"
+        print(f"noise multiplier {sigma} keeps {kept}")  # all digits: fewer could be too little noise
+        print(rows[0].risk)
         print_table(
             "The same noise under other plans",
-            ("plan", "batch", "steps", "epochs", "epsilon"),
-            [(p.change, p.batch, p.steps, f"{p.epochs:.2f}", f"{_round_up(eps, 3):.3f}") for p, eps in rows],
+            ("plan", "batch", "steps", "epochs", "epsilon", "attacker is right"),
+            [
+                (
+                    plan.change,
+                    plan.batch,
+                    plan.steps,
+                    f"{plan.epochs:.2f}",
+                    f"{_round_up(epsilon, 3):.3f}",
+                    f"{_round_up(100 * risk.accuracy, 1):.1f} %",
+                )
+                for plan, epsilon, risk in rows
+            ],
         )
     return 0
 
 
 def _round_up(value: float, digits: int) -> float:
-    """Round up: an epsilon must never look smaller than it is."""
+    """Round up: an epsilon or a risk must never look smaller than it is."""
     return math.ceil(value * 10**digits) / 10**digits if math.isfinite(value) else value
 
 
-def _report(args: argparse.Namespace, sigma: float, rows: list[tuple[Plan, float]]) -> dict[str, Any]:
+def _report(args: argparse.Namespace, sigma: float, rows: list[Priced]) -> dict[str, Any]:
     plans = [
         {
             "plan": plan.change,
@@ -122,12 +163,14 @@ def _report(args: argparse.Namespace, sigma: float, rows: list[tuple[Plan, float
             "steps": plan.steps,
             "sample_rate": plan.sample_rate,
             "epsilon": _round_up(epsilon, 6),
+            "risk": risk.to_dict(),
         }
-        for plan, epsilon in rows
+        for plan, epsilon, risk in rows
     ]
     return {
         "noise_multiplier": sigma,
         "target_epsilon": args.epsilon,
+        "target_advantage": args.advantage,
         "delta": args.delta,
         "accountant": args.accountant,
         "records_per_unit": args.records_per_unit,

@@ -8,12 +8,28 @@ example:
 """
 
 import argparse
-from typing import Any
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from .arguments import UsageError, probability
 from .output import print_json, print_table
 
+if TYPE_CHECKING:
+    from hf_private.accounting.budget import EpsilonReport
+    from hf_private.accounting.risk import Risk
+
 NAME = "compose"
+
+
+@dataclass(frozen=True)
+class Together:
+    """Cost of several releases together; epsilon is infinite and `risk` None if one of them is not private."""
+
+    epsilon: float
+    delta: float
+    bounds: "EpsilonReport"
+    risk: "Risk | None"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,34 +40,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from hf_private.accounting.composition import joint_epsilon
-    from hf_private.accounting.events import Event
-    from hf_private.spending.statement import round_up
-
-    statements = _read(args.models)
-    releases = []
-    for statement in statements.values():
-        events = [Event.from_dict(event) for event in statement["ledger"]["events"]]
-        releases.append(events * int(statement["tuning"]["runs"] or 1))
-    delta = args.delta or max(statement["guarantee"]["delta"] for statement in statements.values())
-    private = all(statement["private"] for statement in statements.values())
-    report = joint_epsilon(releases, delta)
-    epsilon = round_up(report.epsilon) if private else float("inf")
+    statements = read_releases(args.models)
+    together = compose(statements, args.delta)
+    epsilon, delta, bounds, risk = together.epsilon, together.delta, together.bounds, together.risk
     guarantees = {model: statement["guarantee"] for model, statement in statements.items()}
     if args.json:
         singles = {model: {"epsilon": own["epsilon"], "delta": own["delta"]} for model, own in guarantees.items()}
-        print_json({"epsilon": epsilon, "delta": delta, "prv": report.prv, "pld": report.pld, "releases": singles})
+        report = {"epsilon": epsilon, "delta": delta, "prv": bounds.prv, "pld": bounds.pld, "releases": singles}
+        print_json(report | {"risk": risk and risk.to_dict()})
         return 0
     rows = [
         (model, own["epsilon"], own["delta"], statements[model]["mechanism"]["steps"])
         for model, own in guarantees.items()
     ]
     print_table("Releases on the same records", ("release", "epsilon", "delta", "steps"), rows)
-    print(f"Together: epsilon = {epsilon}, delta = {delta}." if private else "Together: NOT PRIVATE.")
+    print("Together: NOT PRIVATE." if math.isinf(epsilon) else f"Together: epsilon = {epsilon}, delta = {delta}.")
+    if risk:
+        print(risk)
     return 0
 
 
-def _read(models: list[str]) -> dict[str, dict[str, Any]]:
+def compose(statements: dict[str, dict[str, Any]], delta: float | None = None) -> Together:
+    """Epsilon and attack rates of all releases together; `delta` is the largest of theirs unless it is given."""
+    from hf_private.accounting.composition import joint_epsilon
+    from hf_private.accounting.events import Event
+    from hf_private.accounting.risk import risk
+    from hf_private.spending.statement import round_up
+
+    releases = []
+    for statement in statements.values():
+        events = [Event.from_dict(event) for event in statement["ledger"]["events"]]
+        releases.append(events * int(statement["tuning"]["runs"] or 1))
+    delta = delta or max(statement["guarantee"]["delta"] for statement in statements.values())
+    private = all(statement["private"] for statement in statements.values())
+    bounds = joint_epsilon(releases, delta)
+    epsilon = round_up(bounds.epsilon) if private else math.inf
+    finite = math.isfinite(epsilon)
+    return Together(epsilon, delta, bounds, risk(sum(releases, []), delta) if finite else None)
+
+
+def read_releases(models: list[str]) -> dict[str, dict[str, Any]]:
     """The statements by model; refuses releases that cannot be composed, or that would be counted twice."""
     from hf_private.publishing.verify import read
 

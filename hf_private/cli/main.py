@@ -16,13 +16,13 @@ from typing import Any, NoReturn
 
 from hf_private import __version__
 
-from . import audit, calibrate, card, compose, verify
+from . import audit, calibrate, card, compose, report, verify
 from .arguments import UsageError, add_common_options
 from .demo import command as demo
 from .doctor import command as doctor
 from .plan import command as plan
 
-COMMANDS: tuple[ModuleType, ...] = (demo, calibrate, doctor, plan, verify, card, compose, audit)
+COMMANDS: tuple[ModuleType, ...] = (demo, calibrate, doctor, plan, verify, report, card, compose, audit)
 EXAMPLE = """\
 examples:
   hf-private demo

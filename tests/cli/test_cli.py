@@ -63,6 +63,8 @@ WRONG = [  # (arguments, the option that is named, what is allowed); what was go
     (["calibrate", "--steps", "0"], "--steps", "a whole number >= 1"),
     (["calibrate", "--epsilon", "0"], "--epsilon", "a number > 0"),
     (["calibrate", "--epsilon", "nan"], "--epsilon", "a number > 0"),
+    (["calibrate", "--advantage", "0"], "--advantage", "a number between 0 and 1"),
+    (["calibrate", "--advantage", "1"], "--advantage", "a number between 0 and 1"),
     (["calibrate", "--delta", "1"], "--delta", "a number between 0 and 1"),
     (["calibrate", "--accountant", "gdp"], "--accountant", "'prv', 'pld', 'rdp'"),
     (["calibrate", "--records-per-unit", "0"], "--records-per-unit", "a whole number >= 1"),
@@ -90,6 +92,7 @@ WRONG = [  # (arguments, the option that is named, what is allowed); what was go
     (["card", "nowhere"], "PATH", "privacy.json"),
     (["compose", "a", "--delta", "1"], "--delta", "a number between 0 and 1"),
     (["verify", "model", "--time-limit", "0"], "--time-limit", "a number > 0"),
+    (["report", "model", "--format", "poetry"], "--format", "'md', 'registry', 'cyclonedx'"),
     (["frobnicate"], "COMMAND", "'demo', 'calibrate', 'doctor'"),
 ]
 
@@ -104,7 +107,8 @@ def test_wrong_value(arguments: list[str], option: str, allowed: str, capsys: py
 
 def test_every_option_with_a_value_has_a_wrong_value_above() -> None:
     seen = {(arguments[0], option) for arguments, option, _ in WRONG}
-    free_text = {("demo", "--output-dir"), ("verify", "--revision")}
+    free_text = {("demo", "--output-dir"), ("verify", "--revision"), ("report", "--html"), ("report", "--also")}
+    free_text |= {("plan", "--picture")}
     for command in COMMANDS:
         subparser = build_parser().parse_args([command.NAME, *_required(command)]).parser
         for action in subparser._actions:

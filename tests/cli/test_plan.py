@@ -11,10 +11,12 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 from hf_private import DPConfig
 from hf_private.accounting.budget import calibrate, epsilon_of
 from hf_private.accounting.events import Event
+from hf_private.accounting.signal import noise_to_signal
 from hf_private.cli.main import main
 from hf_private.cli.plan.candidates import Candidate
 from hf_private.cli.plan.command import schedules, search, snippet
-from hf_private.cli.plan.rules import KEPT, LEVEL, Schedule, in_words, noise_to_signal, usefulness
+from hf_private.cli.plan.picture import EPSILONS, curves
+from hf_private.cli.plan.rules import KEPT, LEVEL, Schedule, in_words, usefulness
 
 SMALL = {
     "hidden_size": 32,
@@ -53,7 +55,7 @@ def predicted(table: str, factor: float = 1.0) -> dict[tuple[str, int], float]:
     n, batch, steps, delta, _, noised = TABLES[table]
     sigmas = {eps: calibrate(eps, delta, batch / n, steps, accountant="rdp") for eps in (8, 3)}
     return {
-        (method, eps): usefulness(KINDS[method], noise_to_signal(sigma, round(factor * size), batch), steps)
+        (method, eps): usefulness(KINDS[method], noise_to_signal(sigma, round(factor * size), batch).ratio, steps)
         for eps, sigma in sigmas.items()
         for method, size in noised.items()
     }
@@ -149,7 +151,7 @@ def test_command_on_a_classifier(tmp_path: Path, capsys: pytest.CaptureFixture) 
     scores = [plan["usefulness"] for plan in report["plans"]]
     assert scores == sorted(scores, reverse=True)
     for plan in plans.values():
-        expected = noise_to_signal(plan["noise_multiplier"], plan["noised"], plan["batch"])
+        expected = noise_to_signal(plan["noise_multiplier"], plan["noised"], plan["batch"]).ratio
         assert plan["noise_to_signal"] == pytest.approx(expected)
         assert plan["hours"] > 0 and plan["memory_bytes"] > 0
     assert report["delta"] == 1e-4 and any("2501.18914" in source for source in report["sources"])
@@ -162,6 +164,30 @@ def test_command_prints_a_table_and_code(tmp_path: Path, capsys: pytest.CaptureF
     text = capsys.readouterr().out
     assert "noise / signal" in text and "DPConfig(" in text and "2501.18914" in text
     assert "head only" not in text.partition("noise / signal =")[0], "a tied head is not apart from the model"
+
+
+def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    pytest.importorskip("matplotlib")
+    model, picture = saved(tmp_path, BertConfig(**SMALL), "BertForSequenceClassification"), tmp_path / "plan.png"
+    arguments = ["plan", "--n", "500", "--epsilon", "8", "--model", model, "--json", "--picture"]
+    assert main([*arguments, str(picture)]) == 0
+    capsys.readouterr()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit):
+        main([*arguments, str(tmp_path / "nowhere" / "plan.png")])
+    assert "--picture" in capsys.readouterr().err
+
+
+def test_curves_fall_with_epsilon_and_batch_size() -> None:
+    found = curves(5000, 1e-5, 100_000, 200)
+    assert list(found) == [64, 128, 256, 512, 1024, 2048]
+    for curve in found.values():
+        noise = [ratio for _, ratio in curve]
+        assert noise == sorted(noise, reverse=True) and len(noise) == len(EPSILONS)
+    by_batch = [curve[EPSILONS.index(8.0)][1] for curve in found.values()]
+    assert by_batch == sorted(by_batch, reverse=True)
+    sigma = calibrate(8.0, 1e-5, 256 / 5000, 200, accountant="rdp")
+    assert found[256][EPSILONS.index(8.0)][1] == pytest.approx(sigma * 100_000**0.5 / 256)
 
 
 @pytest.mark.parametrize("kind", KEPT)

@@ -1307,4 +1307,49 @@ MUTANTS = (
         (("if weight_hashes(self.output_dir) not in ({}, saved):", "if False:"),),
         "tests/spending/test_bound_to_weights.py::test_no_card_is_written_for_files_that_were_saved_by_hand",
     ),
+    Mutant(
+        "noise for an advantage forgets what was spent before",
+        "accounting/risk_budget.py",
+        (("plan = (*spent, Event(sample_rate, (sigma,), steps))", "plan = (Event(sample_rate, (sigma,), steps),)"),),
+        "tests/accounting/test_risk_budget.py::test_what_is_spent_counts",
+    ),
+    Mutant(
+        "noise for an advantage is rounded down",
+        "accounting/risk_budget.py",
+        (
+            ("sigma, up = math.ceil(sigma * 1e6) / 1e6, 1e-6", "return math.floor(sigma * 1e6) / 1e6"),
+            ("    while excess(sigma) > 0:\n        sigma, up = round(sigma + up, 6), 2 * up\n    return sigma\n", ""),
+        ),
+        "tests/accounting/test_risk_budget.py::test_one_gaussian_has_a_closed_form",
+    ),
+    Mutant(
+        "a report gives attack rates of a run that is not private",
+        "publishing/report/content.py",
+        (("found = statement_risk(statement) if status == PRIVATE else None", "found = statement_risk(statement)"),),
+        "tests/publishing/test_report.py::test_not_private_is_said_in_red_and_nothing_is_claimed",
+    ),
+    Mutant(
+        "a report does not charge the runs that were tried",
+        "publishing/report/content.py",
+        (("return risk(events, delta, k, runs=math.ceil(runs))", "return risk(events, delta, k)"),),
+        "tests/publishing/test_report.py::test_tuning_and_groups_are_charged_in_the_attack_rates",
+    ),
+    Mutant(
+        "a report believes a claim that is wrong",
+        "publishing/report/content.py",
+        (("    elif wrong:\n", "    elif not wrong and False:\n"),),
+        "tests/publishing/test_report.py::test_a_wrong_claim_is_said_in_red",
+    ),
+    Mutant(
+        "a report rounds attack rates down",
+        "publishing/report/rounding.py",
+        (("math.ceil(share *", "math.floor(share *"),),
+        "tests/publishing/test_report.py::test_golden_attack_rates_are_shown",
+    ),
+    Mutant(
+        "text of a statement is markup in the report",
+        "publishing/report/page.py",
+        (("<td>{escape(one.text)}{blank}</td>", "<td>{one.text}{blank}</td>"),),
+        "tests/publishing/test_report.py::test_text_of_a_statement_stays_text",
+    ),
 )

@@ -6,7 +6,7 @@ own tables: it says which plan to try first, not what accuracy to expect. Hours 
 at the rate of matrix products measured on this machine.
 
 example:
-  hf-private plan --n 5000 --epsilon 8 --model path/to/model
+  hf-private plan --n 5000 --epsilon 8 --model path/to/model --picture plan.png
   hf-private plan --n 67349 --epsilon 3 --model path/to/model --hours 2 --json
 """
 
@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hours", type=positive, help="longest training time")
     parser.add_argument("--task", choices=TASKS, help="which head to put on the model (default: as its config says)")
     parser.add_argument("--length", type=whole(1), help="tokens per record (default: 128, or what the model takes)")
+    parser.add_argument("--picture", metavar="FILE", help="draw noise / signal over epsilon, by batch size (PNG)")
     parser.add_argument(
         "--micro-batch", type=whole(1), default=8, metavar="B", help="records in memory at once (default: %(default)s)"
     )
@@ -58,6 +59,11 @@ def run(args: argparse.Namespace) -> int:
     plans = search(found, schedules(args.n, args.epsilon, delta), rate, args.hours)
     best = plans[0]
     code = snippet(best, args.epsilon, delta, args.micro_batch)
+    if args.picture:
+        from .picture import curves, draw
+
+        found_curves = curves(args.n, delta, best.candidate.noised, best.schedule.steps)
+        draw(args.picture, found_curves, (args.epsilon, best.noise, best.schedule), best.candidate.name)
     if args.json:
         print_json(_report(args, delta, rate, plans, code))
     else:
@@ -90,13 +96,15 @@ def search(found: "list[Candidate]", schedules: "list[Schedule]", rate: float, h
         rate: operations per second.
         hours: plans that take longer are left out.
     """
-    from .rules import cheapest_of_the_best, noise_to_signal, usefulness
+    from hf_private.accounting.signal import noise_to_signal
+
+    from .rules import cheapest_of_the_best, usefulness
 
     kinds: dict[str, list[tuple[float, float, Plan]]] = {}
     for candidate in found:
         for schedule in schedules:
             operations = candidate.operations * schedule.batch * schedule.steps
-            noise = noise_to_signal(schedule.noise_multiplier, candidate.noised, schedule.batch)
+            noise = noise_to_signal(schedule.noise_multiplier, candidate.noised, schedule.batch).ratio
             useful = usefulness(candidate.kind, noise, schedule.steps, candidate.rank)
             plan = Plan(candidate, schedule, noise, useful, operations, operations / rate / 3600)
             kinds.setdefault(candidate.kind, []).append((useful, plan.hours, plan))
@@ -147,6 +155,8 @@ trainer = DPTrainer(model, args, dp_config=dp_config, train_dataset=train_datase
 
 
 def _show(args: argparse.Namespace, delta: float, plans: list[Plan], code: str) -> None:
+    from hf_private.accounting.signal import noise_to_signal
+
     from .rules import LEVEL, SOURCES, in_words
 
     print_table(
@@ -179,7 +189,10 @@ def _show(args: argparse.Namespace, delta: float, plans: list[Plan], code: str) 
             for plan in plans
         ],
     )
-    print(f"{plans[0].candidate.name} is expected to be {in_words(plans[0].useful)}.")
+    best = plans[0]
+    print(f"{best.candidate.name} is expected to be {in_words(best.useful)}.")
+    loud = noise_to_signal(best.schedule.noise_multiplier, best.candidate.noised, best.schedule.batch)
+    print(loud.warning or loud)
     level = [plan.candidate.name for plan in plans[1:] if plan.useful >= (1 - LEVEL) * plans[0].useful]
     if level:
         print(f"Level with it: {', '.join(level)}.")

@@ -1,8 +1,6 @@
 """The rules by which `plan` compares settings. They are rules of thumb: constants are read off our own tables.
 
-**Noise to signal.** The noise on a step's update has the norm sigma C sqrt(d) / B for d noised numbers, clip norm C
-and expected batch size B. The mean of clipped gradients has at most the norm C. Their ratio is sigma sqrt(d) / B.
-Batch size, steps and sigma / B, the noise-batch ratio, are the variables of the scaling laws of arXiv:2501.18914.
+**Noise to signal** is explained in accounting/signal.py.
 
 **Usefulness** lies between 0 and 1. It is the share of the gradient that the method keeps, times what the noise leaves
 of it, times a factor for the number of steps. It orders plans for one task. It does not predict accuracy.
@@ -12,32 +10,24 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from hf_private.accounting.signal import TOLERATED
+
 # Share of the full gradient's effect that a method keeps. BK is 1 by definition. LoRA and the carriers are fitted to
 # the order of methods in recipes/results (SST-2, E2E, digits), so that agreement with these tables is no independent
 # confirmation. Head only is a guess: none of our tables has it.
 KEPT = {"BK": 1.0, "LoRA": 0.8, "RGP": 0.4, "LSG": 0.38, "head only": 0.3}
-# Large models train at a noise-to-signal ratio far above 1, because gradients have a low rank (arXiv:2110.05679,
-# 2207.00160): noise is felt from about here on.
-TOLERATED = 3.0
 # Half of what training can reach is reached after so many steps. In the E2E recipe 42 steps are too few even without
 # noise; the tables use 165 to 240.
 HALF_TRAINED = 60
 LEVEL = 0.05  # plans whose usefulness differs by less, relatively, are level
 SOURCES = (
-    "noise-batch ratio, large batches and few steps: scaling laws, arXiv:2501.18914",
-    "noise beyond what low-rank gradients tolerate: arXiv:2110.05679, 2207.00160",
+    "noise-batch ratio and batch size: variables of the scaling laws for BERT pretraining in arXiv:2501.18914",
+    "private fine-tuning of pretrained models tends not to suffer from their size (arXiv:2110.05679), possibly because"
+    " few principal components hold most of the gradient (arXiv:2207.00160)",
+    "how much noise is tolerated, and how many steps are enough: read off our tables",
     "share of the gradient that each method keeps: fitted to our tables (recipes/results: sst2_minilm, e2e_tiny,"
     " digits); head only is a guess",
 )
-
-
-def noise_to_signal(noise_multiplier: float, noised: int, batch: float) -> float:
-    """Norm of the noise over the largest norm of the mean clipped gradient.
-
-    >>> round(noise_to_signal(0.54, 5_500_000, 1000), 2)
-    1.27
-    """
-    return noise_multiplier * math.sqrt(noised) / batch
 
 
 def usefulness(kind: str, noise: float, steps: int, rank: int | None = None) -> float:
@@ -45,7 +35,7 @@ def usefulness(kind: str, noise: float, steps: int, rank: int | None = None) -> 
 
     Args:
         kind: a key of `KEPT`.
-        noise: `noise_to_signal`.
+        noise: ratio of noise to signal, see accounting/signal.py.
         rank: of LoRA or carriers; `KEPT` is for 8, and a rank matters little (recipes: r = 8, 16, 32 are level).
 
     >>> usefulness("BK", 1.3, 204) > usefulness("RGP", 0.3, 204)

@@ -1,0 +1,109 @@
+"""Noise and steps for a budget that is an attacker's advantage instead of an epsilon.
+
+The advantage (true minus false positive rate of the best attack) is what epsilon is meant to limit. Between plans with
+the same epsilon it differs: a budget in its terms allows less noise where epsilon is pessimistic.
+"""
+
+import math
+from collections.abc import Iterable
+from statistics import NormalDist
+
+from scipy.optimize import root_scalar
+
+from hf_private._validate import integer_at_least, probability
+
+from .budget import BudgetExceeded
+from .events import Event
+from .risk import risk
+
+LEAST_NOISE = 0.3  # with less, a step shows a sampled record nearly in the clear, and accountants take minutes
+MOST_NOISE = 1e7
+
+
+def calibrate_risk(
+    target_risk: float,
+    sample_rate: float,
+    steps: int,
+    spent: Iterable[Event] = (),
+    records_per_unit: int = 1,
+) -> float:
+    """Smallest noise multiplier, rounded up to 6 decimals, that keeps every attack's advantage within `target_risk`.
+
+    It is at least `LEAST_NOISE`, also where sampling alone would hide enough.
+
+    Guarantee: `risk((*spent, Event(sample_rate, (result,), steps)), ...).advantage <= target_risk`.
+
+    Args:
+        target_risk: largest advantage allowed, between 0 (chance) and 1 (certainty). An attacker whose advantage is at
+            most a is right at most (1 + a) / 2 of the time, if members and others are equally likely.
+        spent: earlier steps on the same records.
+        records_per_unit: the attacker looks for a person with up to so many records.
+
+    >>> sigma = calibrate_risk(0.1, sample_rate=0.03, steps=680)
+    >>> round(sigma, 2), risk([Event(0.03, (sigma,), 680)], 1e-5).advantage <= 0.1
+    (3.18, True)
+    """
+    probability(target_risk=target_risk)
+    integer_at_least(1, steps=steps, records_per_unit=records_per_unit)
+    spent = tuple(spent)
+    already = risk(spent, None, records_per_unit).advantage
+    goal = target_risk * (1 - 1e-7)  # rounding on another machine must not lift the advantage above the target
+    if already >= goal:
+        raise BudgetExceeded(
+            f"no noise multiplier fits: an advantage of {already:.6g} of `target_risk` {target_risk:g} is already"
+            " spent. Raise `target_risk`, or stop here."
+        )
+
+    def excess(sigma: float) -> float:
+        plan = (*spent, Event(sample_rate, (sigma,), steps))
+        return risk(plan, None, records_per_unit).advantage - goal
+
+    low = high = max(_guess(target_risk, sample_rate * records_per_unit, steps), LEAST_NOISE)
+    while excess(high) > 0:
+        low, high = high, 1.3 * high
+        if high > MOST_NOISE:
+            raise BudgetExceeded(
+                f"no noise multiplier below {MOST_NOISE:g} keeps the advantage within `target_risk` {target_risk:g},"
+                f" of which {already:.6g} is already spent. Raise `target_risk`."
+            )
+    while low > LEAST_NOISE and excess(low) <= 0:
+        low, high = max(low / 1.3, LEAST_NOISE), low
+    if excess(low) <= 0:
+        return low
+    sigma = root_scalar(excess, bracket=(low, high), method="brentq", xtol=5e-7, rtol=1e-9).root
+    sigma, up = math.ceil(sigma * 1e6) / 1e6, 1e-6
+    while excess(sigma) > 0:
+        sigma, up = round(sigma + up, 6), 2 * up
+    return sigma
+
+
+def steps_within_risk(
+    target_risk: float, event: Event, spent: Iterable[Event] = (), *, at_most: int, records_per_unit: int = 1
+) -> int:
+    """Largest number of further charges of `event`, up to `at_most`, that keeps the advantage within `target_risk`.
+
+    >>> steps_within_risk(0.1, Event(0.03, (3.2,)), at_most=1000)
+    687
+    """
+    probability(target_risk=target_risk)
+    integer_at_least(0, at_most=at_most)
+    integer_at_least(1, records_per_unit=records_per_unit)
+    spent = tuple(spent)
+
+    def fits(charges: int) -> bool:
+        plan = (*spent, Event(event.sample_rate, event.releases, charges * event.steps, event.sampling))
+        return risk(plan, None, records_per_unit).advantage <= target_risk
+
+    if not fits(0):
+        return 0
+    low, high = 0, at_most + 1  # the largest number that fits is at least `low`, and below `high`
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _guess(target_risk: float, sample_rate: float, steps: int) -> float:
+    """Noise for which the central limit theorem gives this advantage: mu = q sqrt(steps (e^(1/sigma^2) - 1))."""
+    mu = 2 * NormalDist().inv_cdf((1 + target_risk) / 2)
+    return 1 / math.sqrt(math.log1p((mu / min(sample_rate, 1.0)) ** 2 / steps))

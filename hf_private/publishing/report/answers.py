@@ -1,0 +1,132 @@
+"""The questions of NIST SP 800-226, answered from a statement."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from hf_private.spending.statement import ADMISSIONS, admitted
+
+TO_FILL_IN = "Not in the statement: fill in."
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A component of the pyramid, the question that it asks, and what the statement says; `open`: you have to add."""
+
+    component: str
+    question: str
+    text: str
+    open: bool = False
+
+
+def answers(statement: dict[str, Any], claimed: bool) -> tuple[Answer, ...]:
+    """One answer per component of the pyramid, from the top down.
+
+    Args:
+        claimed: whether the statement makes a claim that can be relied on.
+    """
+    return (
+        Answer(
+            "Privacy parameters",
+            "How strong is the guarantee?",
+            _parameters(statement) if claimed else "There is none that can be relied on.",
+        ),
+        Answer("Unit of privacy", "Whom does it protect?", _unit(statement) if claimed else "Nobody."),
+        Answer("Algorithms and correctness", "How is it achieved?", _algorithm(statement)),
+        Answer(
+            "Utility",
+            "Is the model accurate enough for its purpose?",
+            "Metrics on the evaluation data are not part of the statement, and not covered by the guarantee.",
+            open=True,
+        ),
+        Answer(
+            "Bias",
+            "Whom does the noise harm?",
+            "Clipping and noise may cost small groups more accuracy than large ones (arXiv:1905.12101): measure it per"
+            " group.",
+            open=True,
+        ),
+        Answer(
+            "Trust model",
+            "Who has to be trusted?",
+            _trust(statement) if claimed else "Everybody who sees the model, as if they saw the training data.",
+        ),
+        Answer(
+            "Side channels",
+            "What else could leak?",
+            _side_channels(statement) if claimed else "The model itself may leak.",
+        ),
+        Answer(
+            "Security and access control",
+            "Who can reach the raw data and the unfinished model?",
+            "The ledger, the keys and everything before noise stay with whoever trained, and are not published with"
+            " the model.",
+            open=True,
+        ),
+        Answer("Data collection exposure", "How was the data collected and kept?", _data(statement), open=True),
+    )
+
+
+def _parameters(statement: dict[str, Any]) -> str:
+    guarantee, tuning, n = statement["guarantee"], statement["tuning"], statement["dataset"]["num_records"]
+    bounds = ", ".join(
+        f"{name.upper()} {bound['upper'] if isinstance(bound['upper'], str) else format(bound['upper'], '.4f')}"
+        for name, bound in sorted(guarantee["accountants"].items())
+    )
+    small = ""
+    if n:
+        small = f" Delta is {'below' if guarantee['delta'] < 1 / n else 'NOT below'} 1 / n = {1 / n:.2g}."
+    tried = "is not recorded, and none of them is charged"
+    if tuning["runs"]:
+        tried = f"is {tuning['runs']:g} ({tuning['law']}), all charged"
+    return (
+        f"Epsilon = {guarantee['epsilon']} (rounded up) and delta = {guarantee['delta']}. Upper bounds of one run, per"
+        f" record: {bounds}.{small} The number of runs that were tried {tried}."
+    )
+
+
+def _unit(statement: dict[str, Any]) -> str:
+    k = statement["privacy_unit"]["records_per_unit"]
+    who = "One record. A person with several records is protected less."
+    if k > 1:
+        who = f"One person with up to {k} records. A person with more records is protected less."
+    return f"{who} Neighbouring datasets differ by adding or removing one. The number of records counts as public."
+
+
+def _algorithm(statement: dict[str, Any]) -> str:
+    mechanism, accounting = statement["mechanism"], statement["accounting"]
+    phases = "; ".join(
+        f"{phase['steps']} steps with noise multiplier {phase['noise_multiplier']:.6g} at sample rate"
+        f" {phase['sample_rate']:.6g}"
+        for phase in mechanism["phases"]
+    )
+    return (
+        f"{mechanism['method']}: {phases or 'no steps'}. Clipping {mechanism['clipping']}, norm"
+        f" {mechanism['clip_norm']}. Sampling {', '.join(statement['sampling']['declared']) or 'none'}. Optimizer"
+        f" {mechanism['optimizer']}. Accounting: {accounting['library']}"
+        f"{'; ' + accounting['note'] if accounting['note'] else ''}."
+    )
+
+
+def _trust(statement: dict[str, Any]) -> str:
+    weak = admitted(statement)
+    more = [ADMISSIONS[name] for name in ("ranks", "anchors", "disjoint_data") if name in weak]
+    return " ".join((f"{statement['setting'][:1].upper()}{statement['setting'][1:]}.", *more))
+
+
+def _side_channels(statement: dict[str, Any]) -> str:
+    random = statement["randomness"]
+    noise = "a cryptographic generator" if random["cryptographic"] else "a generator that is not cryptographic"
+    logged = any(run.get("log_nonprivate") for run in statement["runs"])
+    return (
+        f"Noise from {noise}, keys {random['keys']}. Floating point: {random['floating_point']}; this is a mitigation,"
+        f" not a proof. Losses without noise were {'LOGGED' if logged else 'not logged'}. The duration of training and"
+        " the number of records are not hidden."
+    )
+
+
+def _data(statement: dict[str, Any]) -> str:
+    data = statement["dataset"]
+    return (
+        f"Training data: {data['name'] or 'not named'}, {data['num_records'] or 'an unknown number of'} records."
+        " Differential privacy protects what is published, not the data that was collected."
+    )
