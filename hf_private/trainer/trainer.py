@@ -30,6 +30,7 @@ from hf_private.mechanism.clipping import Clipping
 from hf_private.mechanism.noise import NoiseSource, reseed_global
 from hf_private.mechanism.sampling import PoissonLoader, PoissonSampler
 from hf_private.mechanism.step import Mechanism
+from hf_private.methods.carriers.method import Carriers
 from hf_private.methods.gep.method import Anchors
 from hf_private.methods.gep.public_data import AnchorBooks, AnchorData, checked_anchors
 from hf_private.methods.registry import resolve_method
@@ -280,24 +281,29 @@ class DPTrainer(ContinuingTrainer):
         if steps := max(max_steps - self.state.global_step, 0):
             self._attach(method, train_dataloader.batch_sampler.sample_rate, steps)
             folder, resumes = Path(self.args.output_dir, LEDGER).parent, resume_from_checkpoint is not None
-            method.begin_run(folder, resumes=resumes, writes=self.spending.writes)
+            state = Path(resume_from_checkpoint, LEDGER).parent if resume_from_checkpoint is not None else None
+            method.begin_run(folder, resumes=resumes, writes=self.spending.writes, state=state)
         return prepared
 
     def create_method(self) -> Method:
         """The gradient method that `dp_config` asks for. Override it to train with one of your own."""
         config, seed = self.dp_config, self.args.seed
-        method = resolve_method(config.method_config, self.model, clipping=config.clipping, seed=seed)
-        if isinstance(method, Anchors):
+        method = resolve_method(
+            config.method_config, self.model, clipping=config.clipping, seed=seed, train_only=config.train_only
+        )
+        if isinstance(method, Anchors | Carriers) and config.method_config.reads_public_data:
             method.books = self._anchor_books()
         return method
 
     def _with_checked_anchors(self, config: DPConfig) -> DPConfig:
         """The settings with the name and fingerprint of `anchor_dataset` in them."""
-        anchors = checked_anchors(config.anchors, self.anchor_dataset, self.train_dataset)
-        return replace(config, anchors=anchors)
+        field = "anchors" if config.carriers is None else "carriers"
+        return replace(
+            config, **{field: checked_anchors(config.method_config, self.anchor_dataset, self.train_dataset)}
+        )
 
     def _anchor_books(self) -> AnchorBooks:
-        """GEP's public records, in micro-batches as the private ones have."""
+        """The public records of GEP or of public carriers, in micro-batches as the private ones have."""
         config, args, dataset, collator = self.dp_config, self.args, self.anchor_dataset, self.data_collator
         if isinstance(dataset, datasets.Dataset):
             dataset = self._remove_unused_columns(dataset, description="anchor")
@@ -307,7 +313,8 @@ class DPTrainer(ContinuingTrainer):
             dataset,
             collator,
             self.model,
-            num_anchors=config.anchors.num_anchors,
+            num_anchors=config.method_config.num_anchors,
+            labels=config.method_config.labels,
             max_rows=args.per_device_train_batch_size,
             max_tokens=config.micro_batch_tokens,
             seed=args.seed,
@@ -346,7 +353,7 @@ class DPTrainer(ContinuingTrainer):
             model,
             loss,
             method=method,
-            clipping=Clipping(config.clipping, config.clip_norm),
+            clipping=Clipping(config.clipping, config.clip_norm, config.gamma),
             noise=noise,
             noise_multiplier=noise_multiplier,
             sample_rate=sample_rate,
@@ -410,12 +417,15 @@ class DPTrainer(ContinuingTrainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)
-        if self.dp_config.carriers is not None and self.args.should_save:
-            self.dp_config.carriers.save_pretrained(output_dir or self.args.output_dir)
+        if self.dp_config.method_config is not None and self.args.should_save:
+            self.dp_config.method_config.save_pretrained(output_dir or self.args.output_dir)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
         if self.args.should_save:
-            self.spending.save_copy(Path(self.args.output_dir, f"checkpoint-{self.state.global_step}"))
+            self.spending.save_copy(folder)
+        if self._mechanism is not None:
+            self._mechanism.method.save_state(Path(folder, LEDGER).parent, writes=self.args.should_save)
         super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:

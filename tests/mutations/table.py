@@ -25,7 +25,7 @@ MUTANTS = (
         "gradients/method.py",
         (
             (
-                "factors = clipping.factors(sq_norms(entries), self.blocks)",
+                "factors = clipping.factors(self.scaled_sq_norms(sq_norms(entries)), self.blocks)",
                 "means = {b: s.mean().expand_as(s) for b, s in sq_norms(entries).items()}\n"
                 "        factors = clipping.factors(means, self.blocks)",
             ),
@@ -35,7 +35,7 @@ MUTANTS = (
     Mutant(
         "no clipping at all",
         "gradients/method.py",
-        (("weighted_sum(entries.pop(block), c, ", "weighted_sum(entries.pop(block), c * 0 + 1, "),),
+        (("weighted_sum(entries.pop(block), scaled, ", "weighted_sum(entries.pop(block), c * 0 + 1, "),),
         "tests/mechanism/test_step.py::test_without_noise_the_step_is_the_papers_formula[t5]",
     ),
     Mutant(
@@ -145,13 +145,13 @@ MUTANTS = (
     Mutant(
         "per-layer clipping gives every layer the whole clip norm",
         "mechanism/clipping.py",
-        (("share = self.clip_norm / math.sqrt(len(layers))", "share = self.clip_norm"),),
+        (("share = self.clip_norm / math.sqrt(len(groups))", "share = self.clip_norm"),),
         "tests/mechanism/test_clipping.py::test_per_layer_clipping_shares_the_norm_over_all_layers_reached_or_not",
     ),
     Mutant(
         "only the last micro-batch counts (a zero_grad inside backward)",
         "gradients/method.py",
-        (("c, sums.get(block), removes", "c, None, removes"),),
+        (("scaled, sums.get(block), removes", "scaled, None, removes"),),
         "tests/mechanism/test_step.py::test_micro_batches_change_the_speed_only[1-flat]",
     ),
     Mutant(
@@ -169,7 +169,7 @@ MUTANTS = (
     Mutant(
         "per-layer clipping is accepted, and flat",
         "mechanism/clipping.py",
-        (('if self.mode != "per-layer":', "if True:"),),
+        (('if together == "all":', "if True:"),),
         "tests/mechanism/test_clipping.py::test_per_layer_clipping_shares_the_norm_over_all_layers_reached_or_not",
     ),
     Mutant(
