@@ -12,10 +12,10 @@ For a linear layer with T positions, p outputs and d inputs, per record (multipl
     this library's ghost   6 T p d + T (T + 32) (p + d)         half of each symmetric Gram matrix, in strips of 32 (at
                                                                 most: layers that share an input share its matrix)
 
-Two rules say when to form the gradients. The paper's, 2 T^2 >= p d, compares the *scratch* of the norm: two Gram matrices
-against the gradient. Ours, T (p + d) >= p d, compares the *book*: what is kept from the backward pass to the sum, (a, ds)
-against the gradient that replaces them. With p = d they are T >= 0.71 p and T >= 0.5 p. Between the two, forming needs
-less memory in the book and fewer operations, at the price of a larger scratch for one layer.
+Two rules say when to form the gradients. The paper's, 2 T^2 >= p d, compares the *scratch* of the norm: two Gram
+matrices against the gradient. Ours, T (p + d) >= p d, compares the *book*: what is kept from the backward pass to the
+sum, (a, ds) against the gradient that replaces them. With p = d they are T >= 0.71 p and T >= 0.5 p. Between the two,
+forming needs less memory in the book and fewer operations, at the price of a larger scratch for one layer.
 """
 
 import argparse
@@ -110,9 +110,9 @@ def main(argv: list[str] | None = None) -> None:
     lines = [
         "# Speed by operations, relative to training without privacy",
         "",
-        "`python recipes/bk_complexity.py`: linear layers only, by the formulas of the BK paper's Table 5. *Paper*: its"
-        " Table 1, the number in parentheses. The last columns: share of the layers whose per-sample gradients are formed"
-        " by the paper's rule 2T² ≥ pd and by ours, T(p+d) ≥ pd.",
+        "`python recipes/bk_complexity.py`: linear layers only, by the formulas of the BK paper's Table 5. *Paper*:"
+        " its Table 1, the number in parentheses. The last columns: share of the layers whose per-sample gradients are"
+        " formed by the paper's rule 2T² ≥ pd and by ours, T(p+d) ≥ pd.",
         "",
         "| model | paper (BK) | " + " | ".join(engines) + " | formed, paper | formed, ours |",
         "| " + " | ".join("---" for _ in range(len(engines) + 4)) + " |",

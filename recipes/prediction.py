@@ -1,7 +1,7 @@
 """When do carriers beat the full gradient? A prediction from residual and noise, before a run.
 
-A step is as good as its direction. Let g be the mean clipped gradient of the targeted weights, of norm |g|, on which BK
-adds noise of standard deviation nu = sigma C / B to pd numbers. The expected squared cosine with g is
+A step is as good as its direction. Let g be the mean clipped gradient of the targeted weights, to which BK adds noise
+of standard deviation nu = sigma C / B on pd numbers. The expected squared cosine of the step with g is
 
     BK         1 / (1 + x),                           x = nu^2 pd / |g|^2, the noise-to-signal ratio
     carriers   kept^2 G^2 / (kept G^2 + x f),         f = r (p + d) / pd
@@ -12,10 +12,10 @@ they leave to what they keep (mean clip factor with carriers, divided by that of
     kept > 1          without noise: nothing replaces what they leave out
     kept > sqrt(f)/G  where noise dominates: 0.2 for width 384 and r = 8, 0.15 for width 768
 
-Random carriers keep f, which is less than sqrt(f): they can only gain by G. Averaging over steps (momentum, Adam) divides
-x by their number as long as the gradient stays, which favours BK; carriers of other directions at every refresh make up
-for some of what each leaves out, which favours carriers. Neither is in the formula, nor is Adam's rescaling: take the
-verdict as a sign, and a difference of a tenth as none.
+Random carriers keep f, which is less than sqrt(f): they can only gain by G. Averaging over steps (momentum, Adam)
+divides x by their number as long as the gradient stays, which favours BK. Carriers of other directions at every
+refresh make up for some of what each leaves out, which favours carriers. Neither is in the formula, nor is Adam's rescaling:
+take the verdict as a sign, and a difference of a tenth as none.
 """
 
 import math

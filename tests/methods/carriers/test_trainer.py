@@ -109,7 +109,8 @@ def test_public_carriers_come_from_the_anchor_dataset(tmp_path, labelled):
     made.save_model()
     found = fingerprint(public)
     assert CarrierConfig.from_pretrained(tmp_path).dataset_fingerprint == found
-    assert found in (tmp_path / "README.md").read_text()
+    card = (tmp_path / "README.md").read_text()
+    assert found in card and "data of the carriers is public was stated" in card
     with pytest.raises(ValueError, match="`anchor_dataset`.*`carriers`"):
         trainer(tmp_path / "without", r=2, source="public")
     with pytest.raises(ValueError, match="`anchors`.*`anchor_dataset`"):
