@@ -14,8 +14,8 @@ they leave to what they keep (mean clip factor with carriers, divided by that of
 
 Random carriers keep f, which is less than sqrt(f): they can only gain by G. Averaging over steps (momentum, Adam)
 divides x by their number as long as the gradient stays, which favours BK. Carriers of other directions at every
-refresh make up for some of what each leaves out, which favours carriers. Neither is in the formula, nor is Adam's rescaling:
-take the verdict as a sign, and a difference of a tenth as none.
+refresh make up for some of what each leaves out, which favours carriers. Neither is in the formula, nor is Adam's
+rescaling: take the verdict as a sign, and a difference of a tenth as none.
 """
 
 import math

@@ -239,6 +239,12 @@ def test_carriers_with_more_numbers_than_the_weight_are_pointed_out(warnings):
         ({"sparsity": -0.1}, r"`sparsity`.*got -0\.1\."),
         ({"source": "gradient"}, r"`source`.*got 'gradient'\."),
         ({"sides": "right"}, r"`sides`.*got 'right'\."),
+        ({"head_scale": 0}, r"`head_scale`.*got 0\."),
+        ({"head_scale": float("inf")}, r"`head_scale`.*got inf\."),
+        ({"source": "momentum", "sides": "left"}, r"`sides`.*got 'left'"),
+        ({"source": "public", "r": None, "sparsity": 0.5}, r"`source`.*got 'public'\."),
+        ({"mask": "rows"}, r"`mask`.*got 'rows'\."),
+        ({"mask": "elements"}, r"`mask`.*got 'elements'"),
         ({"bias": "lora_only"}, r"`bias`.*got 'lora_only'\."),
         ({"refresh": 0}, r"`refresh`.*got 0\."),
         ({"power_iterations": 0}, r"`power_iterations`.*got 0\."),
@@ -444,7 +450,8 @@ def test_a_config_is_uploaded_like_pefts(tmp_path, monkeypatch):
         ({"r": 8, "source": "momentum"}, ["RGP:", "noised gradients"]),
         ({"r": 8, "source": "public", "dataset_fingerprint": "0f"}, ["RGP:", "public data", "0f"]),
         ({"r": 8, "sparsity": 0.3, "head_scale": 1.0}, ["LSG:", "sparsity=0.3"]),
-        ({"r": None, "sparsity": 0.3}, ["Sparse DP-SGD"]),
+        ({"r": None, "sparsity": 0.3}, ["Sparse DP-SGD", "neurons"]),
+        ({"r": None, "sparsity": 0.3, "mask": "elements"}, ["Sparse DP-SGD", "elements"]),
     ],
 )
 def test_the_card_says_which_method_ran(values, words):

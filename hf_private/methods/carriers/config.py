@@ -13,7 +13,7 @@ from transformers.utils import logging
 from hf_private import _validate as validate
 from hf_private.methods.targeting import Selection, TargetConfig, closest, described, freeze_rest, select
 
-from .method import SOURCES, Carriers, Target
+from .method import MASKS, SOURCES, Carriers, Target
 
 logger = logging.get_logger(__name__)
 
@@ -67,6 +67,11 @@ class CarrierConfig(TargetConfig):
     )
     sides: str = described("both", "'left' trains only the carrier of the outputs, which adds less noise.")
     sparsity: float = described(0.0, "LSG's p: share of the least important neurons, which get no update. 0 is RGP.")
+    mask: str = described(
+        "neurons",
+        "With r=None, what Sparse DP-SGD keeps: important 'neurons' (rows and columns, fast), or 'elements' with large"
+        " |W| as in the LSG paper, which forms the gradients of a micro-batch.",
+    )
     sparsity_start: int = described(0, "First step with `sparsity`; set it later when training from scratch.")
     dataset_name: str | None = described(None, "Name of the public dataset of source='public'; DPTrainer sets it.")
     dataset_fingerprint: str | None = described(None, "Hash of its rows; DPTrainer sets or checks it.")
@@ -83,6 +88,9 @@ class CarrierConfig(TargetConfig):
         if math.isinf(self.head_scale):
             raise ValueError("`head_scale` must be finite, got inf.")
         validate.one_of(("both", "left"), sides=self.sides)
+        validate.one_of(MASKS, mask=self.mask)
+        if self.mask != "neurons" and self.r is not None:
+            raise ValueError(f"`mask` must be 'neurons' with carriers, got {self.mask!r}: it is for r=None.")
         validate.non_negative(sparsity=self.sparsity)
         if self.sparsity >= 1:
             raise ValueError(f"`sparsity` must be at least 0 and below 1, got {self.sparsity!r}.")
@@ -124,7 +132,8 @@ class CarrierConfig(TargetConfig):
             data = values.get("dataset_name") or "not named"
             settings.append(f"data: `{data}`, fingerprint {values.get('dataset_fingerprint')}")
         if rank is None:
-            name = "Sparse DP-SGD: the important neurons' part of the gradient"
+            part = "largest elements' part" if values.get("mask") == "elements" else "important neurons' part"
+            name = f"Sparse DP-SGD: the {part} of the gradient"
         elif sparsity:
             name = f"LSG: low-rank, sparse gradient carriers, from {DIRECTIONS[source]}"
         else:
@@ -174,6 +183,7 @@ def carriers_of(config: CarrierConfig, model: nn.Module, seed: int = 0) -> tuple
         warmup_steps=config.warmup_steps,
         sparsity=config.sparsity,
         sparsity_start=config.sparsity_start,
+        mask=config.mask,
         head_scale=config.head_scale,
         seed=seed,
     )

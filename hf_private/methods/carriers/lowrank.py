@@ -97,6 +97,11 @@ class LowRank:
         self.sides = sides
         self.kept: dict[str, Tensor] = dict(zip("LR", kept, strict=True)) if kept else {}
 
+    @property
+    def sparse(self) -> bool:
+        """Whether a part of the gradient is left out by LSG."""
+        return bool(self.kept)
+
     def project(self, value: PerSample) -> Iterator[tuple[str, PerSample]]:
         """Theorem 2.1: each record's dL^T (N, r, kept rows) and dR (N, r, kept columns) from its gradient g."""
         for side in self.sides:
@@ -168,12 +173,17 @@ def _columns(x: Tensor, index: Tensor) -> Tensor:
 
 
 class Submatrix:
-    """Sparse DP-SGD: no carriers, only the kept rows and columns of the gradient, as one block "S"."""
+    """Sparse DP-SGD by neurons: no carriers, only the kept rows and columns of the gradient, as one block "S"."""
 
     def __init__(self, rows: Tensor, columns: Tensor, shape: torch.Size) -> None:
         self.rows = rows
         self.columns = columns
         self.shape = shape
+
+    @property
+    def sparse(self) -> bool:
+        """Whether a part of the gradient is left out."""
+        return len(self.rows) < self.shape[0]
 
     def project(self, value: PerSample) -> Iterator[tuple[str, PerSample]]:
         """The kept part of each record's gradient."""
@@ -188,3 +198,34 @@ class Submatrix:
         full = parts["S"].new_zeros(self.shape[0], self.shape[1:].numel())
         full[self.rows.unsqueeze(1), self.columns] = parts["S"]
         return full
+
+
+class Elements:
+    """Sparse DP-SGD as in the LSG paper: the elements of the gradient where |W| is largest, as one block "S" (k,).
+
+    Which elements these are has no structure, so the gradients of a micro-batch are formed, layer by layer.
+    """
+
+    def __init__(self, index: Tensor, shape: torch.Size) -> None:
+        self.index = index
+        self.shape = shape
+
+    @classmethod
+    def largest(cls, weight: Tensor, sparsity: float) -> "Elements":
+        """The elements of a weight that are kept."""
+        count = kept(weight.numel(), sparsity)
+        return cls(weight.detach().abs().flatten().topk(count).indices.sort().values, weight.shape)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether a part of the gradient is left out."""
+        return len(self.index) < self.shape.numel()
+
+    def project(self, value: PerSample) -> Iterator[tuple[str, PerSample]]:
+        """The kept elements of each record's gradient: (N, k)."""
+        yield "S", Dense(value.dense().flatten(1).index_select(1, self.index))
+
+    def reconstruct(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """The weight's gradient (rows, columns), zero where it was not kept."""
+        full = parts["S"].new_zeros(self.shape.numel())
+        return full.index_copy_(0, self.index, parts["S"]).view(self.shape[0], -1)

@@ -18,10 +18,11 @@ from hf_private.gradients.persample import PerSample, widen
 from hf_private.gradients.tensors import accumulation_dtype, like, unsharded
 from hf_private.methods.subspace import Books, public_generator
 
-from .lowrank import LowRank, Submatrix, important, kept, power_method
+from .lowrank import Elements, LowRank, Submatrix, important, kept, power_method
 from .sources import Momentum, public_gradients
 from .state import START, load_carriers, read_start, save_carriers, write_tensors
 
+MASKS = ("neurons", "elements")
 SOURCES = ("weight", "history", "momentum", "public", "random")
 
 
@@ -50,6 +51,7 @@ class Carriers(Method):
         refresh: Steps between two computations of carriers and importance.
         sparsity: Share p of the rows of dL and of the columns of dR that is dropped (LSG), from step `sparsity_start`
             on. Without carriers (rank None), the share of the elements of the weight.
+        mask: Without carriers: keep rows and columns ("neurons") or single "elements" with large |W|.
         head_scale: Public weight of the full-rank parameters in the joint clip (`Method.scales`).
         books: Public gradients, for source="public". May be set later, before the first step.
         seed: Public; the start of the power method depends on the seed, the step and the name of the weight.
@@ -77,6 +79,7 @@ class Carriers(Method):
         warmup_steps: int = 0,
         sparsity: float = 0.0,
         sparsity_start: int = 0,
+        mask: str = "neurons",
         head_scale: float = 1.0,
         books: Books | None = None,
         seed: int = 0,
@@ -88,13 +91,14 @@ class Carriers(Method):
         self.warmup_steps = warmup_steps
         self.sparsity = sparsity
         self.sparsity_start = sparsity_start
+        self.mask = mask
         self.head_scale = head_scale
         self.books = books
         self.seed = seed
         self.takes_shards = source != "public"
         self.start: dict[str, Tensor] = {}  # W_0, for source="history"
         self.momentum: dict[str, Momentum] = {}  # for source="momentum"
-        self.carriers: dict[str, LowRank | Submatrix] = {}
+        self.carriers: dict[str, LowRank | Submatrix | Elements] = {}
         self._sparse = False
 
     def attach(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -119,7 +123,8 @@ class Carriers(Method):
             p = sparsity if target.rank else 1 - math.sqrt(1 - sparsity)
             rows, columns = kept(shape[0], p), kept(shape[1], p) * shape[2:].numel()
             if target.rank is None:
-                blocks[f"{name}:S"] = torch.Size((rows, columns))
+                elements = torch.Size((kept(shape.numel(), sparsity),))
+                blocks[f"{name}:S"] = elements if self.mask == "elements" else torch.Size((rows, columns))
             for side, size in (("L", rows), ("R", columns)):
                 if target.rank and side in target.sides:
                     blocks[f"{name}:{side}"] = torch.Size((target.rank, size))
@@ -155,15 +160,14 @@ class Carriers(Method):
             self.blocks = self.blocks_at(step)
             self.carriers = dict(self._compute(step))
 
-    def _compute(self, step: int) -> Iterator[tuple[str, LowRank | Submatrix]]:
+    def _compute(self, step: int) -> Iterator[tuple[str, LowRank | Submatrix | Elements]]:
         public = public_gradients(self.books, step, self.targets) if self.source == "public" else {}
         groups: dict[tuple, list[str]] = {}  # weights of one shape share the orthonormalisation
         for name, target in self.targets.items():
             weight = self.parameters[name]
             average = self.momentum.get(name)
             if target.rank is None:
-                rows, columns = important(unsharded(weight), 1 - math.sqrt(1 - self._sparsity(step)))
-                yield name, Submatrix(rows, columns, weight.shape)
+                yield name, self._masked(unsharded(weight), self._sparsity(step))
             elif average is not None:
                 yield name, self._low_rank(name, *average.directions(self.carriers[name], target.rank, self.refresh))
             else:
@@ -177,6 +181,12 @@ class Carriers(Method):
                 if self.targets[name].inputs_first:
                     left, right = right.t(), left.t()
                 yield name, self._low_rank(name, left, right)
+
+    def _masked(self, weight: Tensor, sparsity: float) -> Submatrix | Elements:
+        """Sparse DP-SGD: the share 1 - p of a weight, as rows and columns or as elements."""
+        if self.mask == "elements":
+            return Elements.largest(weight, sparsity)
+        return Submatrix(*important(weight, 1 - math.sqrt(1 - sparsity)), weight.shape)
 
     def _low_rank(self, name: str, left: Tensor, right: Tensor) -> LowRank:
         keep = important(unsharded(self.parameters[name]), self.sparsity) if self._sparse else ()
@@ -266,6 +276,5 @@ class Carriers(Method):
                 )
             return  # an older checkpoint: the next step computes carriers from the weights
         self.carriers, self.momentum = found
-        self._sparse = any(isinstance(part, LowRank) and part.kept for part in self.carriers.values())
-        self._sparse |= any(isinstance(p, Submatrix) and len(p.rows) < p.shape[0] for p in self.carriers.values())
+        self._sparse = any(part.sparse for part in self.carriers.values())
         self.blocks = self.blocks_at(self.sparsity_start if self._sparse else 0)

@@ -13,7 +13,7 @@ from hf_private.gradients.method import Method
 from hf_private.gradients.persample import PerSample, weighted_sum
 from hf_private.methods.subspace import Books, broadcast_first
 
-from .lowrank import LowRank, Submatrix, truncated
+from .lowrank import Elements, LowRank, Submatrix, truncated
 
 MEMORY = 0.99  # weight of a step's gradient in the average, per later step: a memory of about a hundred steps
 
@@ -37,7 +37,7 @@ class Momentum:
         for side, part in parts.items():
             self.recent[side] = self.recent[side].mul(MEMORY).add_(part) if side in self.recent else part.clone()
 
-    def directions(self, carriers: LowRank | Submatrix, rank: int, steps: int) -> tuple[Tensor, Tensor]:
+    def directions(self, carriers: LowRank | Submatrix | Elements, rank: int, steps: int) -> tuple[Tensor, Tensor]:
         """Orthonormal L (rows, r) and R (r, columns) of the average, at a refresh after so many `steps`."""
         assert isinstance(carriers, LowRank), "only weights with carriers have an average"
         if self.recent:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .lowrank import LowRank, Submatrix
+from .lowrank import Elements, LowRank, Submatrix
 from .sources import Momentum
 
 START = "start.safetensors"  # in the folder of the run
@@ -41,13 +41,15 @@ def read_start(path: Path, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor
 
 
 def save_carriers(
-    folder: str | Path, carriers: Mapping[str, LowRank | Submatrix], momentum: Mapping[str, Momentum]
+    folder: str | Path, carriers: Mapping[str, LowRank | Submatrix | Elements], momentum: Mapping[str, Momentum]
 ) -> None:
     """Write carriers, kept neurons and averages to the folder of a checkpoint."""
     found: dict[str, Tensor | None] = {}
     for name, part in carriers.items():
         if isinstance(part, Submatrix):
             found |= {f"{name}|rows": part.rows, f"{name}|columns": part.columns}
+        elif isinstance(part, Elements):
+            found[f"{name}|elements"] = part.index
         else:
             found |= {f"{name}|left": part.left, f"{name}|right": part.right}
             found |= {f"{name}|kept {side}": index for side, index in part.kept.items()}
@@ -59,13 +61,13 @@ def save_carriers(
 
 def load_carriers(
     folder: str | Path | None, targets: Mapping[str, tuple[Tensor, tuple[str, ...]]]
-) -> tuple[dict[str, LowRank | Submatrix], dict[str, Momentum]] | None:
+) -> tuple[dict[str, LowRank | Submatrix | Elements], dict[str, Momentum]] | None:
     """What `save_carriers` wrote, for weights and their sides by name; None without a file."""
     path = Path(folder, STATE) if folder is not None else None
     if path is None or not path.is_file():
         return None
     read = load_file(path)
-    carriers: dict[str, LowRank | Submatrix] = {}
+    carriers: dict[str, LowRank | Submatrix | Elements] = {}
     momentum: dict[str, Momentum] = {}
     for name, (weight, sides) in targets.items():
         own = {
@@ -73,6 +75,8 @@ def load_carriers(
         }
         if "rows" in own:
             carriers[name] = Submatrix(own["rows"], own["columns"], weight.shape)
+        elif "elements" in own:
+            carriers[name] = Elements(own["elements"], weight.shape)
         elif "left" in own and own["left"].shape[0] == weight.shape[0]:
             keep = (own["kept L"], own["kept R"]) if "kept L" in own else ()
             carriers[name] = LowRank(own["left"], own["right"], sides, keep)

@@ -15,8 +15,8 @@ from hf_private.mechanism.clipping import MODES, Clipping
 from hf_private.mechanism.noise import NoiseSource
 from hf_private.mechanism.step import Mechanism
 from hf_private.methods.carriers.config import CarrierConfig
-from hf_private.methods.carriers.lowrank import LowRank, Submatrix, power_method
-from hf_private.methods.carriers.method import SOURCES, Carriers, Target
+from hf_private.methods.carriers.lowrank import Elements, LowRank, Submatrix, power_method
+from hf_private.methods.carriers.method import MASKS, SOURCES, Carriers, Target
 from hf_private.methods.carriers.sources import MEMORY, Momentum
 from hf_private.methods.gep.public_data import AnchorBooks
 from hf_private.methods.registry import resolve_method
@@ -38,6 +38,7 @@ SETTINGS = {
     "LSG": {"r": 3, "sparsity": 0.4},
     "LSG, left": {"r": 3, "sparsity": 0.4, "sides": "left"},
     "Sparse DP-SGD": {"r": None, "sparsity": 0.4},
+    "Sparse DP-SGD, elements": {"r": None, "sparsity": 0.4, "mask": "elements"},
 }
 RANKED = {"bert": "query", "gpt2": "c_attn", "llama": "o_proj", "t5": "wi", "vit": "q_proj", "resnet-gn": "down"}
 
@@ -64,6 +65,8 @@ def carried(method, name, gradient):
     g, carriers = gradient.flatten(1), method.carriers[name]
     if isinstance(carriers, Submatrix):
         return {f"{name}:S": g[carriers.rows][:, carriers.columns]}
+    if isinstance(carriers, Elements):
+        return {f"{name}:S": g.flatten()[carriers.index]}
     left, right = (g @ carriers.right.T).T, carriers.left.T @ g
     if carriers.kept:
         left, right = left[:, carriers.kept["L"]], right[:, carriers.kept["R"]]
@@ -186,6 +189,15 @@ def test_sparse_dp_sgd_noises_its_part_of_the_elements():
     head = 3 * 16 + 3
     assert noise.drawn - head == 2 * 16 * 16 // 4
     assert (model.bert.encoder.layer[0].attention.self.query.weight.grad != 0).sum() == 8 * 8
+
+
+def test_elements_with_large_weights_are_the_ones_that_move():
+    model, loss, method = prepare("bert", r=None, sparsity=0.75, target_modules=["query"], mask="elements")
+    noise = step(model, loss, method, [], 1.0, 1.0)
+    assert noise.drawn - (3 * 16 + 3) == 2 * 16 * 16 // 4
+    weight = model.bert.encoder.layer[0].attention.self.query.weight
+    moved = weight.grad != 0
+    assert moved.sum() == 64 and weight[moved].abs().min() > weight[~moved].abs().max()
 
 
 def test_sparsity_sets_in_at_its_step_and_masks_follow():
@@ -461,7 +473,11 @@ def test_public_carriers_are_those_of_the_public_gradient():
     assert not method.takes_shards and Carriers({}).takes_shards
 
 
-@pytest.mark.parametrize("settings", [{"source": "momentum"}, {"refresh": 3}, {"refresh": 3, "sparsity": 0.4}])
+@pytest.mark.parametrize(
+    "settings", [{"source": "momentum"}, {"refresh": 3}, {"refresh": 3, "sparsity": 0.4}], ids=str
+)
+    "settings", [{"source": "momentum"}, {"refresh": 3}, {"refresh": 3, "sparsity": 0.4}], ids=str
+)
 def test_carriers_in_use_are_saved_and_read_back(tmp_path, settings):
     model, loss, method = prepare("gpt2", r=2, **settings)
     mechanism = mechanism_of(model, loss, method)
@@ -490,6 +506,19 @@ def test_carriers_in_use_are_saved_and_read_back(tmp_path, settings):
     else:
         again.begin_run(tmp_path, resumes=True, state=tmp_path / "absent")  # an older checkpoint: computed anew
         assert not again.carriers
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_in_use_are_saved_and_read_back(tmp_path, mask):
+    model, _, method = prepare("bert", r=None, sparsity=0.4, refresh=5, mask=mask)
+    method.save_state(tmp_path)
+    resumed = resolve_method(CarrierConfig(r=None, sparsity=0.4, refresh=5, mask=mask), model)
+    resumed.attach(trainable(model))
+    resumed.begin_run(tmp_path, resumes=True, state=tmp_path)
+    resumed.begin_step(2)
+    for name, kept in method.carriers.items():
+        parts = {"S": torch.ones(method.blocks[f"{name}:S"])}
+        assert torch.equal(kept.reconstruct(parts), resumed.carriers[name].reconstruct(parts)), name
 
 
 # ---- layouts
