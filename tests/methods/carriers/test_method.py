@@ -476,8 +476,6 @@ def test_public_carriers_are_those_of_the_public_gradient():
 @pytest.mark.parametrize(
     "settings", [{"source": "momentum"}, {"refresh": 3}, {"refresh": 3, "sparsity": 0.4}], ids=str
 )
-    "settings", [{"source": "momentum"}, {"refresh": 3}, {"refresh": 3, "sparsity": 0.4}], ids=str
-)
 def test_carriers_in_use_are_saved_and_read_back(tmp_path, settings):
     model, loss, method = prepare("gpt2", r=2, **settings)
     mechanism = mechanism_of(model, loss, method)
