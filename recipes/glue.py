@@ -11,9 +11,9 @@
     python recipes/glue.py --config recipes/configs/sst2_minilm.yaml --method lsg --target_epsilon 3 \
         --carriers '{"r": 4, "sparsity": 0.5}' --learning_rate 2e-3 --output_dir outputs/sst2_lsg
 
-Methods: np (not private), bk, lora, rgp (and rgp-weight, -momentum, -public, -random), lsg, sparse, powersgd, gep, b-gep. Data: local files
-(`--data_dir` or HF_PRIVATE_DATA, see recipes/data.py) or the Hub. The output folder gets the model, its card, and
-results.json.
+Methods: np (not private), bk, lora, rgp (and rgp-weight, -momentum, -public, -random), lsg, sparse, powersgd, gep,
+b-gep. Data: local files (`--data_dir` or HF_PRIVATE_DATA, see recipes/data.py) or the Hub. The output folder gets the
+model, its card, and results.json.
 """
 
 from dataclasses import dataclass, field

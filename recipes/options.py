@@ -69,7 +69,8 @@ class RecipeOptions:
         default=None, metadata={"help": "Folder with local files. Default: $HF_PRIVATE_DATA, then the Hub."}
     )
     anchor_data: str | None = field(
-        default=None, metadata={"help": "Public records for GEP and rgp-public: a local file. Default: generated records."}
+        default=None,
+        metadata={"help": "Public records for GEP, rgp-public: a local file. Default: generated records."},
     )
     max_train_records: int | None = field(default=None, metadata={"help": "Train on the first N records only."})
     max_eval_records: int | None = field(default=None, metadata={"help": "Evaluate on the first N records only."})

@@ -33,7 +33,7 @@ CLAIM = re.compile(
     rf"|\({NUMBER},\s*[\d.e-]+\)\W?(?:DP|diff)",
     re.IGNORECASE,
 )
-OF_THE_RUN = ("clip_norm", "clipping", "noise", "carriers", "anchors", "log_nonprivate")
+OF_THE_RUN = ("clip_norm", "clipping", "gamma", "noise", "train_only", "carriers", "anchors", "log_nonprivate")
 
 HOLDS, WRONG, UNKNOWN, WARNING = "holds", "wrong", "cannot tell", "warning"
 CODES = {HOLDS: 0, WRONG: 1, UNKNOWN: 2}

@@ -24,6 +24,10 @@ INPUTS_FIRST = (Conv1D, nn.Embedding)  # these store their weight as (in, out)
 class CarrierConfig(TargetConfig):
     """Low-rank gradient carriers (RGP), optionally sparse (LSG). The saved model has no extra modules or weights.
 
+    Files without `head_scale` are older than it, and mean 1. Its default and that of `refresh` come from short private
+    runs on SST-2 with MiniLM: accuracy 84.4 and 83.2 % for two seeds, against 82.8 and 82.2 % with 1.0 and 1 (a
+    standard error is 0.8 points). Carriers that stay for the whole run were level with refresh=20.
+
     >>> config = CarrierConfig(r=8, target_modules="all-linear", sparsity=0.3)
     >>> config.save_pretrained(getfixture("tmp_path"))
     >>> CarrierConfig.from_pretrained(getfixture("tmp_path")) == config

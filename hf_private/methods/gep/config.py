@@ -112,7 +112,8 @@ class AnchorConfig(TargetConfig):
     def describe(values: Mapping[str, Any]) -> str:
         name = "GEP" if values.get("residual", True) else "B-GEP"
         data = f"`{values.get('dataset_name') or 'not named'}`, fingerprint {values.get('dataset_fingerprint')}"
-        return f"{name}: gradients embedded in a subspace of public data (k={values.get('k')}; data: {data})"
+        labels = ", with its own labels" if values.get("labels") == "own" else ""
+        return f"{name}: gradients embedded in a subspace of public data (k={values.get('k')}; data: {data}{labels})"
 
 
 def anchors_of(config: AnchorConfig, model: nn.Module, seed: int = 0) -> Anchors:

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, TrainerCallback
 
+from hf_private.mechanism.clipping import Clipping
 from hf_private.methods.carriers.config import CarrierConfig
 from hf_private.methods.gep.public_data import fingerprint
 from tests.methods.gep.test_public_data import Unlabelled
@@ -128,14 +129,19 @@ def test_the_card_says_how_the_head_is_scaled(tmp_path):
 
 
 def test_only_biases_and_the_head_move(tmp_path):
-    made = training.trainer(
-        tmp_path, dp={"train_only": "bias", "clipping": "automatic", "gamma": 0.0}, max_steps=2, optim="sgd"
-    )
+    used = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            used.append(made._mechanism.clipping)
+
+    dp = {"train_only": "bias", "clipping": "automatic", "gamma": 0.0}
+    made = training.trainer(tmp_path, dp=dp, max_steps=2, optim="sgd", callbacks=[Look()])
     before = {name: p.detach().clone() for name, p in made.model.named_parameters()}
     made.train()
     moved = {name for name, p in made.model.named_parameters() if not torch.equal(p, before[name])}
     wanted = {name for name in before if name.endswith("bias") or name.startswith("classifier")}
-    assert moved == wanted
+    assert moved == wanted and used == [Clipping("automatic", 1.0, gamma=0.0)] * 2
     made.save_model()
     assert "BiTFiT" in (tmp_path / "README.md").read_text()
 
