@@ -70,7 +70,7 @@ class RecipeOptions:
     )
     anchor_data: str | None = field(
         default=None,
-        metadata={"help": "Public records for GEP, rgp-public: a local file. Default: generated records."},
+        metadata={"help": "Public records (GEP, rgp-public): local file. Default: generated records."},
     )
     max_train_records: int | None = field(default=None, metadata={"help": "Train on the first N records only."})
     max_eval_records: int | None = field(default=None, metadata={"help": "Evaluate on the first N records only."})

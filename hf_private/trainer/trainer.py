@@ -288,19 +288,16 @@ class DPTrainer(ContinuingTrainer):
     def create_method(self) -> Method:
         """The gradient method that `dp_config` asks for. Override it to train with one of your own."""
         config, seed = self.dp_config, self.args.seed
-        method = resolve_method(
-            config.method_config, self.model, clipping=config.clipping, seed=seed, train_only=config.train_only
-        )
-        if isinstance(method, Anchors | Carriers) and config.method_config.reads_public_data:
+        own, only = config.method_config, config.train_only
+        method = resolve_method(own, self.model, clipping=config.clipping, seed=seed, train_only=only)
+        if isinstance(method, Anchors | Carriers) and own.reads_public_data:
             method.books = self._anchor_books()
         return method
 
     def _with_checked_anchors(self, config: DPConfig) -> DPConfig:
         """The settings with the name and fingerprint of `anchor_dataset` in them."""
-        field = "anchors" if config.carriers is None else "carriers"
-        return replace(
-            config, **{field: checked_anchors(config.method_config, self.anchor_dataset, self.train_dataset)}
-        )
+        checked = checked_anchors(config.method_config, self.anchor_dataset, self.train_dataset)
+        return replace(config, **{"anchors" if config.carriers is None else "carriers": checked})
 
     def _anchor_books(self) -> AnchorBooks:
         """The public records of GEP or of public carriers, in micro-batches as the private ones have."""
