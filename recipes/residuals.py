@@ -21,7 +21,7 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
-from diagnostics import principal, projection_residual
+from diagnostics import principal, projection_residual, stable_rank
 from prediction import Regime, noise_to_signal
 from torch import Tensor, nn
 
@@ -124,7 +124,8 @@ def measure(task: Task, source: str, options: argparse.Namespace) -> dict[str, A
         if step >= options.steps // 2 and step % 5 == 4:
             probe = torch.randperm(task.records, generator=draws)[: options.probe].tolist()
             found.append(_probe(model, loss, method, task, probe, options, source == "self"))
-    row = {name: mean(one[name] for one in found) for name in ("residual", "kept", "needed", "carriers", "full")}
+    measured = ("residual", "kept", "needed", "carriers", "full", "stable_rank")
+    row = {name: mean(one[name] for one in found) for name in measured}
     regime = Regime(*(mean(one[name] for one in found) for name in ("x", "f", "gain")))
     return {"source": source, **row, "better": regime.verdict(row["kept"]), **vars(regime)}
 
@@ -171,10 +172,18 @@ def _probe(
     kept = 1 - missed / signal
     x = noise_to_signal(options.noise_multiplier, options.clip_norm, options.expected_batch_size, numbers, signal**0.5)
     regime = Regime(x, noised / numbers, max(own / factor, 1.0))
+    ranks = [stable_rank(full[name]) for name in method.targets] if by_svd else []
     return {
-        "residual": (missed / signal) ** 0.5, "kept": kept, "needed": regime.needed, "carriers": regime.carriers(kept),
-        "full": regime.full(), "x": x, "f": regime.dimensions, "gain": regime.gain,
-    }  # fmt: skip
+        "stable_rank": mean(ranks) if ranks else 0.0,
+        "residual": (missed / signal) ** 0.5,
+        "kept": kept,
+        "needed": regime.needed,
+        "carriers": regime.carriers(kept),
+        "full": regime.full(),
+        "x": x,
+        "f": regime.dimensions,
+        "gain": regime.gain,
+    }
 
 
 class FullAttached(Method):
@@ -218,6 +227,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         f"Noise-to-signal of BK on the targeted weights: {first['noise_to_signal']:.3g}. Carriers noise"
         f" {first['dimensions']:.1%} of its numbers, and keep {first['gain']:.2f} times as much of the clip norm."
     )
+    if rows[-1]["stable_rank"]:
+        regime += f" Mean stable rank of the gradients (Figure 2 of RGP): {rows[-1]['stable_rank']:.1f}."
     print(table(rows), regime, sep="\n\n")
     if options.output:
         command = shlex.join(["python", "recipes/residuals.py", *(sys.argv[1:] if argv is None else argv)])
