@@ -12,6 +12,8 @@ from hf_private.accounting.accountants import ACCOUNTANTS
 from hf_private.mechanism.clipping import MODES
 from hf_private.mechanism.noise import NOISE_KINDS
 
+TRAIN_ONLY = ("bias",)
+
 if TYPE_CHECKING:
     from hf_private.methods.targeting import TargetConfig
 
@@ -57,10 +59,11 @@ class DPConfig:
     )
     clipping: str = _help(
         "flat",
-        "'flat': the whole gradient; 'automatic': normalise it, which spares tuning the clip norm; 'per-layer': each"
-        " layer by itself.",
+        "'flat': the whole gradient; 'automatic': normalise it, which spares tuning the clip norm; 'global': drop what"
+        " is too long; 'per-layer', 'per-block', 'automatic-per-layer': each layer or numbered block by itself.",
         choices=list(MODES),
     )
+    gamma: float = _help(0.01, "Stabiliser of automatic clipping, factor C / (norm + gamma): AUTO-S. 0 is AUTO-V.")
     expected_batch_size: int | None = _help(
         None,
         "Mean number of records in a Poisson batch, over all devices. Large is good: as large as you can afford."
@@ -75,6 +78,10 @@ class DPConfig:
         " hundredth above.",
         choices=list(ACCOUNTANTS),
     )
+    train_only: str | None = _help(
+        None, "'bias': train all biases and the task head, and freeze the rest (BiTFiT). Default: what is trainable.",
+        choices=list(TRAIN_ONLY),
+    )  # fmt: skip
     carriers: dict | str | None = _help(
         None, "Low-rank gradient carriers (RGP, LSG): a `CarrierConfig`, a dict or a JSON string."
     )
@@ -141,6 +148,8 @@ class DPConfig:
             validate.integer_at_least(1, micro_batch_tokens=self.micro_batch_tokens)
         validate.probability(target_delta=self.target_delta)
         validate.positive(clip_norm=self.clip_norm)
+        validate.non_negative(gamma=self.gamma)
+        validate.one_of((None, *TRAIN_ONLY), train_only=self.train_only)
         validate.integer_at_least(1, records_per_unit=self.records_per_unit)
         validate.one_of(MODES, clipping=self.clipping)
         validate.one_of(ACCOUNTANTS, accountant=self.accountant)
@@ -170,6 +179,11 @@ class DPConfig:
             )
         if self.carriers is not None and self.anchors is not None:
             raise ValueError("Only one of `carriers` and `anchors` may be set, got both. Choose one method.")
+        if self.train_only is not None and self.carriers is not None:
+            raise ValueError(
+                f"`train_only` must be None with `carriers`, got {self.train_only!r}: biases have no carriers. Leave"
+                " out one of the two."
+            )
 
     @property
     def method_config(self) -> "TargetConfig | None":

@@ -25,7 +25,7 @@ import evaluate
 import torch
 from data import split_off
 from datasets import Dataset, DatasetInfo
-from options import RecipeOptions, parse
+from options import PUBLIC, RecipeOptions, parse
 from public_text import public_sentences
 from torch import Tensor
 from training import RecipeTrainer, finish, train, with_method
@@ -160,7 +160,7 @@ def main(argv: list[str] | None = None) -> dict:
         train_set, dev = train_set.rename_columns(columns), dev.rename_columns(columns)
     train_set, dev = split_off(train_set, dev, options.holdout, options.max_train_records, options.max_eval_records)
     anchors = None
-    if options.method in ("gep", "b-gep"):
+    if options.method in PUBLIC:
         public = [{"mr": "", "ref": text} for text in public_sentences(2000)]
         public = data.read(Path(options.anchor_data)) if options.anchor_data else public
         info = DatasetInfo(dataset_name=Path(options.anchor_data or "public_sentences").name)  # for the card

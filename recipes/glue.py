@@ -11,9 +11,9 @@
     python recipes/glue.py --config recipes/configs/sst2_minilm.yaml --method lsg --target_epsilon 3 \
         --carriers '{"r": 4, "sparsity": 0.5}' --learning_rate 2e-3 --output_dir outputs/sst2_lsg
 
-Methods: np (not private), bk, lora, rgp, rgp-random, lsg, sparse, powersgd, gep, b-gep. Data: local files
-(`--data_dir` or HF_PRIVATE_DATA, see recipes/data.py) or the Hub. The output folder gets the model, its card, and
-results.json.
+Methods: np (not private), bk, lora, rgp (and rgp-weight, -momentum, -public, -random), lsg, sparse, powersgd, gep,
+b-gep. Data: local files (`--data_dir` or HF_PRIVATE_DATA, see recipes/data.py) or the Hub. The output folder gets the
+model, its card, and results.json.
 """
 
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ import data
 import evaluate
 from data import model_path, split_off
 from datasets import Dataset, DatasetInfo
-from options import RecipeOptions, parse
+from options import PUBLIC, RecipeOptions, parse
 from pooling import read_by_mean
 from public_text import public_sentences
 from training import RecipeTrainer, finish, train, with_method
@@ -134,8 +134,8 @@ def load_data(options: GlueOptions, tokenizer: PreTrainedTokenizerBase) -> tuple
 
 
 def load_anchors(options: GlueOptions, tokenizer: PreTrainedTokenizerBase) -> Dataset | None:
-    """Public records for GEP, with dummy labels: a local file with the columns of the task, or generated sentences."""
-    if options.method not in ("gep", "b-gep"):
+    """Public records without labels: a local file with the columns of the task, or generated sentences."""
+    if options.method not in PUBLIC:
         return None
     task = TASKS[options.task]
     if options.anchor_data:
@@ -143,7 +143,8 @@ def load_anchors(options: GlueOptions, tokenizer: PreTrainedTokenizerBase) -> Da
     else:
         records = [dict.fromkeys(task.columns, text) | {"label": 0} for text in public_sentences(2000)]
     info = DatasetInfo(dataset_name=Path(options.anchor_data or "public_sentences").name)  # for the card
-    return tokenized(Dataset.from_list(records, info=info), task, tokenizer, options.max_length)
+    records = tokenized(Dataset.from_list(records, info=info), task, tokenizer, options.max_length)
+    return records.remove_columns("labels")
 
 
 def main(argv: list[str] | None = None) -> dict:

@@ -28,7 +28,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "np": {},  # not private: all weights, no clipping, no noise
     "bk": {},  # DP-SGD on all weights, by book-keeping
     "lora": {},  # DP-SGD on the adapters of a PEFT model
-    "rgp": {"carriers": {"r": 8}},
+    "rgp": {"carriers": {"r": 8, "source": "history"}},  # the RGP paper's carriers
+    "rgp-weight": {"carriers": {"r": 8, "source": "weight"}},  # what the LSG paper calls RGP: LSG without sparsity
+    "rgp-momentum": {"carriers": {"r": 8, "source": "momentum"}},
+    "rgp-public": {"carriers": {"r": 8, "source": "public"}},
     "rgp-random": {"carriers": {"r": 8, "source": "random"}},
     "lsg": {"carriers": {"r": 8, "sparsity": 0.3}},
     "sparse": {"carriers": {"r": None, "sparsity": 0.3}},
@@ -36,6 +39,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "gep": {"anchors": {"residual": True}},
     "b-gep": {"anchors": {"residual": False}},
 }
+PUBLIC = ("rgp-public", "gep", "b-gep")  # methods that read public records
 NESTED = ("carriers", "anchors")
 BUDGET = ("target_epsilon", "noise_multiplier")
 
@@ -65,7 +69,8 @@ class RecipeOptions:
         default=None, metadata={"help": "Folder with local files. Default: $HF_PRIVATE_DATA, then the Hub."}
     )
     anchor_data: str | None = field(
-        default=None, metadata={"help": "Public records for GEP: a local file. Default: generated records."}
+        default=None,
+        metadata={"help": "Public records (GEP, rgp-public): local file. Default: generated records."},
     )
     max_train_records: int | None = field(default=None, metadata={"help": "Train on the first N records only."})
     max_eval_records: int | None = field(default=None, metadata={"help": "Evaluate on the first N records only."})

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from datasets import DatasetInfo, load_dataset
-from options import RecipeOptions, parse
+from options import PUBLIC, RecipeOptions, parse
 from torch import Tensor
 from training import RecipeTrainer, finish, train, with_method
 from transformers import (
@@ -185,7 +185,7 @@ def main(argv: list[str] | None = None) -> dict:
     model = make_model(options.model_name_or_path, images.shape[1], channels, int(labels.max()) + 1)
     model = with_method(model, options, modules_to_save=["classifier"])
     size, anchors = model.config.image_size, None
-    if options.method in ("gep", "b-gep"):
+    if options.method in PUBLIC:
         if not options.anchor_data and options.task != "digits":
             raise ValueError("`anchor_data` must name an .npz file of public images for GEP, got None.")
         public = read_npz(Path(options.anchor_data))[0] if options.anchor_data else drawn_numerals(2000)

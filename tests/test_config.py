@@ -18,6 +18,8 @@ WRONG = {  # field -> values that must be refused
     "noise_multiplier": [-0.1, math.inf, math.nan, "1"],
     "clip_norm": [0, -1, None, math.inf, math.nan],
     "clipping": ["ghost", None],
+    "gamma": [-0.1, None, "0.01", math.nan],
+    "train_only": ["weight", True],
     "expected_batch_size": [0, -8, 1.5, "64", True],
     "records_per_unit": [0, 1.5, None],
     "accountant": ["gdp", None],
@@ -57,6 +59,11 @@ def test_infinite_clip_norm_is_for_the_non_private_twin_only() -> None:
     for budget in ({"noise_multiplier": 1.0}, {"target_epsilon": 8.0}):
         with pytest.raises(ValueError, match="`clip_norm`.*got inf"):
             DPConfig(**budget, clip_norm=math.inf)
+
+
+def test_biases_have_no_carriers() -> None:
+    with pytest.raises(ValueError, match="`train_only`.*`carriers`"):
+        DPConfig(target_epsilon=8.0, carriers={"r": 8}, train_only="bias")
 
 
 def test_carriers_and_anchors_exclude_each_other() -> None:

@@ -82,7 +82,7 @@ def audit_step(trainer: DPTrainer, records: int = 8) -> StepReport:
         PerSampleLoss(model, trainer.per_sample_loss, trainer.args.label_smoothing_factor),
         [data[index] for index in range(min(records, len(data)))],
         collator,
-        Clipping(trainer.dp_config.clipping, trainer.dp_config.clip_norm),
+        Clipping(trainer.dp_config.clipping, trainer.dp_config.clip_norm, trainer.dp_config.gamma),
         trainer.create_method(),
         lambda batch: trainer._prepare_inputs(dict(batch)),
     )

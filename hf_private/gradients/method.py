@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +43,10 @@ class Method:
 
     parameters: dict[str, nn.Parameter]
     blocks: dict[str, torch.Size]
+    # Public weight s of a block in the joint clip, 1 where absent: records are clipped by the norm of s g, the sum of
+    # c s g gets the same noise as every block, and `gradient` divides by s. A small s leaves more of the clip norm to
+    # the other blocks, and adds more noise to this one. It must not depend on records.
+    scales: Mapping[str, float] = MappingProxyType({})
 
     def describe(self) -> str:
         """What the ledger records and the card says. Override it to name the method and its settings.
@@ -55,9 +60,14 @@ class Method:
         self.parameters = dict(parameters)
         self.blocks = {name: p.shape for name, p in parameters.items()}
 
-    def begin_run(self, folder: str | Path, resumes: bool = False, writes: bool = True) -> None:
+    def begin_run(
+        self, folder: str | Path, resumes: bool = False, writes: bool = True, state: str | Path | None = None
+    ) -> None:
         """Prepare a run, after `attach`. `folder` is for local files, which one rank `writes`; a run that `resumes`
-        finds the files of its first start there."""
+        finds the files of its first start there, and what `save_state` wrote in the folder `state`."""
+
+    def save_state(self, folder: str | Path, writes: bool = True) -> None:
+        """Write to the folder of a checkpoint what a resumed run cannot compute again: nothing, here."""
 
     def begin_step(self, step: int) -> None:
         """Prepare a logical step from public quantities only; a resumed run continues to count `step`."""
@@ -75,12 +85,17 @@ class Method:
         The first micro-batch that reaches a block creates its sum, so no zeros are filled in. `entries` is emptied:
         each entry is freed as soon as it is summed, because the book may be larger than the model.
         """
-        factors = clipping.factors(sq_norms(entries), self.blocks)
+        factors = clipping.factors(self.scaled_sq_norms(sq_norms(entries)), self.blocks)
         distinct = {id(c): c for c in factors.values()}  # one for all blocks, except with per-layer clipping
         removes = {key: not c.all() for key, c in distinct.items()}
         for block in list(entries):
             c = factors[block]
-            sums[block] = weighted_sum(entries.pop(block), c, sums.get(block), removes[id(c)])
+            scaled = c * self.scales[block] if block in self.scales else c
+            sums[block] = weighted_sum(entries.pop(block), scaled, sums.get(block), removes[id(c)])
+
+    def scaled_sq_norms(self, sq_norms: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Squared norms (N,) by block of what is clipped: |s g|^2."""
+        return {block: sq * self.scales[block] ** 2 if block in self.scales else sq for block, sq in sq_norms.items()}
 
     def stds(self, noise_multiplier: float, clip_norm: float) -> dict[str, float]:
         """Standard deviation of the noise on each block."""
@@ -93,7 +108,7 @@ class Method:
 
     def gradient(self, name: str, sums: Mapping[str, Tensor]) -> Tensor:
         """The gradient of parameter `name` from the noised and averaged blocks (post-processing)."""
-        return sums[name]
+        return sums[name] / self.scales[name] if name in self.scales else sums[name]
 
 
 class Full(Method):

@@ -195,7 +195,12 @@ class Outer(PerSample):
         self.shape = shape or torch.Size((left.shape[2], right.shape[2]))
 
     def instantiating_is_smaller(self) -> bool:
-        """BK-MixOpt's choice: form the gradients once T (rows + columns) >= rows * columns."""
+        """BK-MixOpt's choice: form the gradients once T (rows + columns) >= rows * columns.
+
+        This compares what stays in the book until the sum: (a, ds), or the gradients that replace them. The paper's
+        rule, 2 T^2 >= rows * columns, compares the scratch of the norm and forms them later (T from 0.71 of the width
+        instead of 0.5). recipes/bk_complexity.py has both.
+        """
         rows, columns = self.left.shape[2], self.right.shape[2]
         return self.left.shape[1] * (rows + columns) >= rows * columns
 

@@ -16,7 +16,7 @@ from .carriers.config import CarrierConfig
 from .carriers.method import Carriers
 from .gep.config import AnchorConfig
 from .gep.method import Anchors
-from .targeting import TargetConfig
+from .targeting import TargetConfig, freeze_all_but_biases
 
 CONFIGS: dict[str, type[TargetConfig]] = {"carriers": CarrierConfig, "anchors": AnchorConfig}
 CONFIGURED = {method.__name__ for method in (Full, Carriers, Anchors)}  # methods whose settings are in `DPConfig`
@@ -44,11 +44,21 @@ def parse_config(field: str, value: TargetConfig | Mapping[str, Any] | str | Non
         raise ValueError(f"`{field}` must name fields of {wanted.__name__}: {error}.") from error
 
 
-def resolve_method(config: TargetConfig | None, model: nn.Module, *, clipping: str = "flat", seed: int = 0) -> Method:
+def resolve_method(
+    config: TargetConfig | None,
+    model: nn.Module,
+    *,
+    clipping: str = "flat",
+    seed: int = 0,
+    train_only: str | None = None,
+) -> Method:
     """The gradient method that a config asks for; freezes every parameter of the model that it does not train.
 
-    `seed` is public (`TrainingArguments.seed`); no secret may depend on it.
+    `seed` is public (`TrainingArguments.seed`); no secret may depend on it. `train_only="bias"` freezes all but biases
+    and the task head first (BiTFiT).
     """
+    if train_only == "bias":
+        freeze_all_but_biases(model)
     return Full() if config is None else config.build(model, clipping=clipping, seed=seed)
 
 
@@ -72,4 +82,5 @@ def describe_method(settings: Mapping[str, Any], peft: str | None = None, record
     for field, config in CONFIGS.items():
         if settings.get(field):
             return config.describe(settings[field])
-    return "DP-SGD with book-keeping (BK)" + (adapter or " on every trainable weight")
+    trained = " on biases and the task head (BiTFiT)" if settings.get("train_only") else " on every trainable weight"
+    return "DP-SGD with book-keeping (BK)" + (adapter or trained)

@@ -10,14 +10,14 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple, Self, cast
+from typing import Any, ClassVar, NamedTuple, NoReturn, Self, cast
 
 from peft import PeftModel
 from peft.tuners.tuners_utils import _maybe_include_all_linear_layers, check_target_module_exists
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
-from transformers.utils import cached_file, logging
+from transformers.utils import PushToHubMixin, cached_file, logging
 
 from hf_private import __version__
 from hf_private import _validate as validate
@@ -35,10 +35,16 @@ def described(default: Any, text: str) -> Any:
 
 
 @dataclass(kw_only=True)
-class TargetConfig:
-    """Base class of the method configs: the targeted modules, and a JSON file."""
+class TargetConfig(PushToHubMixin):
+    """Base class of the method configs: the targeted modules, and a JSON file, saved and shared like PEFT's.
+
+    Unlike PEFT's, these configs add no modules to a model: they shape gradients, so the saved model is a plain one.
+    Pass them to `DPConfig`, not to `get_peft_model`.
+    """
 
     FILE: ClassVar[str]
+    METHOD_TYPE: ClassVar[str]  # the tag in the file, as `peft_type` is in PEFT's
+    BEFORE: ClassVar[Mapping[str, Any]] = {}  # what a file means by leaving out a field that is newer than the file
 
     target_modules: list[str] | str | None = described(
         ALL_LINEAR, "Names or name endings of modules, a regular expression for whole names, or 'all-linear'."
@@ -88,29 +94,55 @@ class TargetConfig:
         """The card's description of the method, from `values`, the `to_dict` of a config."""
         raise NotImplementedError
 
+    @property
+    def reads_public_data(self) -> bool:
+        """Whether the method needs `DPTrainer(anchor_dataset=)`."""
+        return False
+
+    @property
+    def base_model_name_or_path(self) -> NoReturn:
+        """What `get_peft_model` reads first: the place for a clear error."""
+        field_name = self.METHOD_TYPE.lower()
+        raise TypeError(
+            f"`peft_config` must be a PEFT config, got {type(self).__name__}, which shapes gradients and adds no"
+            f" modules. Pass the plain model to DPTrainer, and this config to DPConfig({field_name}=...)."
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
-    def save_pretrained(self, save_directory: str | Path) -> None:
-        """Write the config to its file in a folder."""
+    def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Write the config to its file in a folder; with `push_to_hub`, upload it too (`kwargs`, as in PEFT)."""
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
-        values = self.to_dict() | {"hf_private_version": __version__}
+        values = self.to_dict() | {"method_type": self.METHOD_TYPE, "hf_private_version": __version__}
         Path(folder, self.FILE).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+        if push_to_hub:
+            self.push_to_hub(kwargs.pop("repo_id", folder.name), **kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> Self:
-        """Read the config from a folder or a repository; `kwargs` go to the download. Unknown fields are skipped."""
+        """Read the config from a folder or a repository; `kwargs` go to the download."""
         path = cached_file(str(pretrained_model_name_or_path), cls.FILE, **kwargs)
         assert path is not None, "`cached_file` raises an error for a missing file"
-        values = json.loads(Path(path).read_text())
+        return cls.from_json_file(path)
+
+    @classmethod
+    def from_json_file(cls, path_json_file: str | Path) -> Self:
+        """Read the config from a JSON file. Unknown fields are skipped with a warning."""
+        values = json.loads(Path(path_json_file).read_text())
         values.pop("hf_private_version", None)
+        kind = values.pop("method_type", cls.METHOD_TYPE)
+        if kind != cls.METHOD_TYPE:
+            raise ValueError(f"`method_type` must be {cls.METHOD_TYPE!r} for {cls.__name__}, got {kind!r}.")
         known = {item.name for item in fields(cls)}
         unknown = sorted(values.keys() - known)
         if unknown:
-            logger.warning(f"{path}: {cls.__name__} has no field {', '.join(unknown)}; written by a newer version?")
-        return cls(**{name: value for name, value in values.items() if name in known})
+            logger.warning(
+                f"{path_json_file}: {cls.__name__} has no field {', '.join(unknown)}; written by a newer version?"
+            )
+        return cls(**{**cls.BEFORE, **{name: value for name, value in values.items() if name in known}})
 
 
 def _is_names(value: Any) -> bool:
@@ -242,6 +274,23 @@ def _frozen(field_name: str, path: str) -> str:
         f"`{field_name}` must match trainable modules, got `{path}`, which is frozen. Call `requires_grad_(True)` on"
         " it, or leave it out with `exclude_modules`."
     )
+
+
+def freeze_all_but_biases(model: nn.Module) -> None:
+    """BiTFiT (Zaken et al. 2022): train biases and the task head. A model without trainable biases is refused."""
+    if isinstance(model, PeftModel):
+        raise ValueError(
+            "`train_only` must be None for a PEFT model, got 'bias': PEFT says what it trains (`bias` of its config)."
+        )
+    first = {id(p): name for name, p in model.named_parameters()}
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    biases = {name for name in trainable if name.rpartition(".")[2] == "bias"}
+    if not biases:
+        raise ValueError(
+            f"`train_only` must be None for {type(model).__name__}, got 'bias': it has no trainable biases. Use LoRA"
+            " or carriers."
+        )
+    freeze_rest(model, biases | (_head(model, dict(model.named_modules()), first) & trainable))
 
 
 def freeze_rest(model: nn.Module, trained: Collection[str]) -> None:

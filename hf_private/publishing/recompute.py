@@ -16,7 +16,7 @@ from .words import in_own_words, is_known
 
 TOLERANCE = 1e-3  # of an accountant's number, between machines
 COMPUTED = ("guarantee.accountants", "guarantee.epsilon_", "guarantee.risk", "accounting.")
-SETTINGS_OF_A_RUN = ("clip_norm", "clipping", "noise", "carriers", "anchors", "log_nonprivate")
+SETTINGS_OF_A_RUN = ("clip_norm", "clipping", "gamma", "noise", "train_only", "carriers", "anchors", "log_nonprivate")
 
 
 def check_epsilon(statement: dict[str, Any], time_limit: float) -> Found:

@@ -44,6 +44,7 @@ ADMISSIONS = {  # what a run's settings may have to admit; all of it is true of 
         " has named a record of it; nothing is charged."
     ),
     "anchors": "That the data of GEP's subspace is public was stated; only shared rows were looked for.",
+    "public_carriers": "That the data of the carriers is public was stated; only shared rows were looked for.",
     "ranks": (
         "It was trained on several ranks: all of them, and the network between them, are trusted with the keys and"
         " with sums before noise."
@@ -226,7 +227,7 @@ def admitted(statement: dict[str, Any]) -> dict[str, Any]:
     """What a statement has to admit, of its own runs and of all that they continue: settings that weaken its claim."""
     settings, evaluation = statement.get("settings") or {}, statement.get("evaluation") or {}
     last = {"chooses_model": evaluation.get("chooses_model")} | {
-        name: settings[name] for name in ("anchors", "noise", "post_processing") if name in settings
+        name: settings[name] for name in ("anchors", "carriers", "noise", "post_processing") if name in settings
     }
     found: dict[str, Any] = {}
     declared: set[str] = set()
@@ -234,6 +235,9 @@ def admitted(statement: dict[str, Any]) -> dict[str, Any]:
         weak = {name: one[name] for name in ADMISSIONS if one.get(name) and name != "ranks"}
         if isinstance(one.get("ranks"), int) and one["ranks"] > 1:
             weak["ranks"] = one["ranks"]
+        carriers = one.get("carriers")
+        if isinstance(carriers, dict) and carriers.get("source") == "public":
+            weak["public_carriers"] = True
         if one.get("noise", "secure") != "secure":  # a generator that is not cryptographic counts for all
             weak["noise"] = one["noise"]
         declared.update(one.get("post_processing") or ())

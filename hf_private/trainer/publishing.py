@@ -20,11 +20,10 @@ from hf_private import _validate as validate
 from hf_private.accounting.budget import EpsilonReport
 from hf_private.config import DPConfig
 from hf_private.distributed.ranks import Ranks
-from hf_private.methods.carriers.config import CarrierConfig
 from hf_private.publishing.card import weight_hashes, write_card
 from hf_private.publishing.release import publish, stage
 from hf_private.spending.ledger import LedgerError
-from hf_private.spending.spending import Spending
+from hf_private.spending.spending import LEDGER, Spending
 from hf_private.spending.statement import POST_PROCESSING, STATEMENT, read_statement
 
 from .provenance import Provenance
@@ -134,13 +133,18 @@ class PublishingTrainer(Trainer):
         super()._save(output_dir, state_dict)
         self._write_card(output_dir or self.output_dir)
         config = self.dp_config.method_config
-        if isinstance(config, CarrierConfig) and self.args.should_save:
+        if config is not None and self.args.should_save:
             config.save_pretrained(output_dir or self.output_dir)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder = Path(self.output_dir, f"checkpoint-{self.state.global_step}")
         if self.args.should_save:
-            self.spending.save_copy(Path(self.output_dir, f"checkpoint-{self.state.global_step}"))
+            self.spending.save_copy(folder)
+        self._save_method_state(Path(folder, LEDGER).parent)
         super()._save_checkpoint(model, trial)
+
+    def _save_method_state(self, folder: Path) -> None:
+        """What a gradient method needs to resume from a checkpoint."""
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Nothing: a generator's state would let others replay dropout and augmentation."""

@@ -28,7 +28,7 @@ from hf_private.mechanism.clipping import Clipping
 from hf_private.mechanism.noise import NoiseSource, reseed_global
 from hf_private.mechanism.sampling import PoissonLoader, PoissonSampler
 from hf_private.mechanism.step import Mechanism
-from hf_private.methods.gep.config import AnchorConfig
+from hf_private.methods.carriers.method import Carriers
 from hf_private.methods.gep.method import Anchors
 from hf_private.methods.gep.public_data import AnchorBooks, AnchorData, checked_anchors
 from hf_private.methods.registry import resolve_method
@@ -318,32 +318,34 @@ class DPTrainer(PublishingTrainer):
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if steps := max(max_steps - self.state.global_step, 0):
             self._attach(method, train_dataloader.batch_sampler.sample_rate, steps)
+            checkpoint = resume_from_checkpoint
             method.begin_run(
                 Path(self.output_dir, LEDGER).parent,
-                resumes=resume_from_checkpoint is not None,
+                resumes=checkpoint is not None,
                 writes=self.spending.writes,
+                state=None if checkpoint is None else Path(checkpoint, LEDGER).parent,
             )
         return prepared
 
     def create_method(self) -> Method:
         """The gradient method that `dp_config` asks for. Override it to train with one of your own."""
         config, seed = self.dp_config, self.args.seed
-        method = resolve_method(config.method_config, self.model, clipping=config.clipping, seed=seed)
-        if isinstance(method, Anchors):
+        own, only = config.method_config, config.train_only
+        method = resolve_method(own, self.model, clipping=config.clipping, seed=seed, train_only=only)
+        if isinstance(method, Anchors | Carriers) and own is not None and own.reads_public_data:
             method.books = self._anchor_books()
         return method
 
     def _with_checked_anchors(self, config: DPConfig) -> DPConfig:
         """The settings with the name and fingerprint of `anchor_dataset` in them."""
-        given: Any = config.anchors  # parsed by DPConfig
-        checked: Any = checked_anchors(given, self.anchor_dataset, self.train_dataset)
-        return replace(config, anchors=checked)
+        own: Any = config.method_config  # parsed by DPConfig
+        checked: Any = checked_anchors(own, self.anchor_dataset, self.train_dataset)
+        return replace(config, **{"anchors" if config.carriers is None else "carriers": checked})
 
     def _anchor_books(self) -> AnchorBooks:
-        """GEP's public records, in micro-batches as the private ones have."""
+        """The public records of GEP or of public carriers, in micro-batches as the private ones have."""
         args, dataset, collator = self.args, self.anchor_dataset, self.data_collator
-        config = self.dp_config.method_config
-        assert isinstance(config, AnchorConfig)
+        config: Any = self.dp_config.method_config
         if isinstance(dataset, datasets.Dataset):
             dataset = self._remove_unused_columns(dataset, description="anchor")
         else:
@@ -353,6 +355,7 @@ class DPTrainer(PublishingTrainer):
             collator,
             self.model,
             num_anchors=config.num_anchors,
+            labels=config.labels,
             max_rows=args.per_device_train_batch_size,
             max_tokens=self.dp_config.micro_batch_tokens,
             seed=args.seed,
@@ -388,7 +391,7 @@ class DPTrainer(PublishingTrainer):
             model,
             loss,
             method=method,
-            clipping=Clipping(config.clipping, config.clip_norm),
+            clipping=Clipping(config.clipping, config.clip_norm, config.gamma),
             noise=noise,
             noise_multiplier=run.plan.noise_multiplier,
             sample_rate=sample_rate,
@@ -442,6 +445,10 @@ class DPTrainer(PublishingTrainer):
         """Log what may be published; what is not private only if asked for, and by that name. See `LogFilter`."""
         self.log_filter.keep_first(self.callback_handler)
         super().log(logs, start_time)
+
+    def _save_method_state(self, folder: Path) -> None:
+        if self._mechanism is not None:
+            self._mechanism.method.save_state(folder, writes=self.args.should_save)
 
     def _public_facts(self) -> dict[str, Any]:
         return public_facts(self)

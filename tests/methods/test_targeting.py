@@ -2,19 +2,22 @@
 
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers as hf
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers.utils import hub
 
 from hf_private.config import DPConfig
 from hf_private.gradients.bookkeeper import trainable
 from hf_private.gradients.method import Full
 from hf_private.methods.carriers.config import CarrierConfig
 from hf_private.methods.carriers.method import Carriers, Target
-from hf_private.methods.registry import resolve_method
+from hf_private.methods.gep.config import AnchorConfig
+from hf_private.methods.registry import describe_method, resolve_method
 from tests.support import zoo
 
 
@@ -145,7 +148,7 @@ def test_ranks_follow_the_pattern_and_are_capped_by_small_matrices():
 
 def test_left_means_the_output_side_in_either_layout():
     assert set(resolve(build("bert"), r=2, sides="left").targets.values()) == {Target(2, ("L",))}
-    assert set(resolve(build("gpt2"), r=2, sides="left").targets.values()) == {Target(2, ("R",))}
+    assert set(resolve(build("gpt2"), r=2, sides="left").targets.values()) == {Target(2, ("R",), inputs_first=True)}
 
 
 def test_biases_are_trained_on_request():
@@ -236,6 +239,12 @@ def test_carriers_with_more_numbers_than_the_weight_are_pointed_out(warnings):
         ({"sparsity": -0.1}, r"`sparsity`.*got -0\.1\."),
         ({"source": "gradient"}, r"`source`.*got 'gradient'\."),
         ({"sides": "right"}, r"`sides`.*got 'right'\."),
+        ({"head_scale": 0}, r"`head_scale`.*got 0\."),
+        ({"head_scale": float("inf")}, r"`head_scale`.*got inf\."),
+        ({"source": "momentum", "sides": "left"}, r"`sides`.*got 'left'"),
+        ({"source": "public", "r": None, "sparsity": 0.5}, r"`source`.*got 'public'\."),
+        ({"mask": "rows"}, r"`mask`.*got 'rows'\."),
+        ({"mask": "elements"}, r"`mask`.*got 'elements'"),
         ({"bias": "lora_only"}, r"`bias`.*got 'lora_only'\."),
         ({"refresh": 0}, r"`refresh`.*got 0\."),
         ({"power_iterations": 0}, r"`power_iterations`.*got 0\."),
@@ -348,7 +357,7 @@ def test_a_config_goes_to_json_and_back(tmp_path):
 
 
 def test_fields_of_a_newer_version_are_skipped(tmp_path):
-    (tmp_path / "carrier_config.json").write_text(json.dumps({"r": 3, "colour": "blue"}))
+    (tmp_path / "carrier_config.json").write_text(json.dumps({"r": 3, "head_scale": 0.3, "colour": "blue"}))
     assert CarrierConfig.from_pretrained(tmp_path) == CarrierConfig(r=3)
 
 
@@ -369,3 +378,86 @@ def test_resolution_works_without_data():
     method = resolve(model, r=8)
     method.attach(trainable(model))
     assert method.blocks["bert.encoder.layer.0.intermediate.dense.weight:R"] == (8, 768)
+
+
+# ---- BiTFiT
+
+
+def test_training_only_biases_means_biases_and_the_head():
+    model = build("bert")
+    assert type(resolve_method(None, model, train_only="bias")) is Full
+    names = set(trainable(model))
+    assert {"classifier.weight", "classifier.bias", "bert.embeddings.LayerNorm.bias"} <= names
+    assert all(name.endswith("bias") or name.startswith("classifier") for name in names) and len(names) > 10
+    assert "BiTFiT" in describe_method({"train_only": "bias"}) and "BiTFiT" not in describe_method({})
+
+
+def test_models_without_biases_and_peft_models_are_refused():
+    with pytest.raises(ValueError, match="`train_only`.*Llama"):
+        resolve_method(None, build("llama"), train_only="bias")
+    with pytest.raises(ValueError, match="`train_only`"):
+        resolve_method(None, get_peft_model(build("bert"), LoraConfig(target_modules=["query"])), train_only="bias")
+
+
+# ---- as PEFT people expect
+
+
+def test_peft_says_where_the_config_belongs():
+    with pytest.raises(TypeError, match=r"`peft_config`.*CarrierConfig.*DPConfig\(carriers=\.\.\.\)"):
+        get_peft_model(build("bert"), CarrierConfig(r=2))
+    with pytest.raises(TypeError, match=r"DPConfig\(anchors=\.\.\.\)"):
+        get_peft_model(build("bert"), AnchorConfig())
+
+
+def test_a_file_says_whose_it_is_and_what_older_files_mean(tmp_path):
+    CarrierConfig(r=3).save_pretrained(tmp_path)
+    path = tmp_path / "carrier_config.json"
+    values = json.loads(path.read_text())
+    assert values["method_type"] == "CARRIERS" and CarrierConfig.from_json_file(path) == CarrierConfig(r=3)
+    with pytest.raises(ValueError, match="`method_type`.*'CARRIERS'"):
+        AnchorConfig.from_json_file(path)
+    del values["head_scale"], values["method_type"]
+    path.write_text(json.dumps(values))
+    assert CarrierConfig.from_pretrained(tmp_path) == CarrierConfig(r=3, head_scale=1.0)
+
+
+def test_a_config_is_uploaded_like_pefts(tmp_path, monkeypatch):
+    uploaded = {}
+
+    class Api:
+        def create_repo(self, repo_id, **_):
+            return SimpleNamespace(repo_id=repo_id)
+
+        def create_commit(self, repo_id, operations, **_):
+            uploaded[repo_id] = [operation.path_in_repo for operation in operations]
+
+    monkeypatch.setattr(hub, "hf_api", Api)
+    CarrierConfig(r=3).push_to_hub("me/carriers")
+    CarrierConfig(r=3).save_pretrained(tmp_path / "two", push_to_hub=True, repo_id="me/two")
+    assert {name: "carrier_config.json" in files for name, files in uploaded.items()} == {
+        "me/carriers": True,
+        "me/two": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"r": 8, "sparsity": 0.0, "source": "weight"}, "RGP: low-rank gradient carriers (r=8)"),  # an old statement
+        ({"r": 8}, ["LSG without sparsity", "the weight", "r=8", "refresh=20", "head_scale=0.3"]),
+        ({"r": 8, "source": "history"}, ["RGP:", "history"]),
+        ({"r": 8, "source": "random"}, ["RGP-random:"]),
+        ({"r": 8, "source": "momentum"}, ["RGP:", "noised gradients"]),
+        ({"r": 8, "source": "public", "dataset_fingerprint": "0f"}, ["RGP:", "public data", "0f"]),
+        ({"r": 8, "sparsity": 0.3, "head_scale": 1.0}, ["LSG:", "sparsity=0.3"]),
+        ({"r": None, "sparsity": 0.3}, ["Sparse DP-SGD", "neurons"]),
+        ({"r": None, "sparsity": 0.3, "mask": "elements"}, ["Sparse DP-SGD", "elements"]),
+    ],
+)
+def test_the_card_says_which_method_ran(values, words):
+    if isinstance(words, str):
+        assert CarrierConfig.describe(values) == words
+        return
+    text = CarrierConfig.describe(CarrierConfig(**values).to_dict())
+    assert all(word in text for word in words), text
+    assert ("head_scale" in text) == (values.get("head_scale") != 1.0)

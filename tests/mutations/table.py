@@ -25,7 +25,7 @@ MUTANTS = (
         "gradients/method.py",
         (
             (
-                "factors = clipping.factors(sq_norms(entries), self.blocks)",
+                "factors = clipping.factors(self.scaled_sq_norms(sq_norms(entries)), self.blocks)",
                 "means = {b: s.mean().expand_as(s) for b, s in sq_norms(entries).items()}\n"
                 "        factors = clipping.factors(means, self.blocks)",
             ),
@@ -35,7 +35,7 @@ MUTANTS = (
     Mutant(
         "no clipping at all",
         "gradients/method.py",
-        (("weighted_sum(entries.pop(block), c, ", "weighted_sum(entries.pop(block), c * 0 + 1, "),),
+        (("weighted_sum(entries.pop(block), scaled, ", "weighted_sum(entries.pop(block), c * 0 + 1, "),),
         "tests/mechanism/test_step.py::test_without_noise_the_step_is_the_papers_formula[t5]",
     ),
     Mutant(
@@ -145,13 +145,13 @@ MUTANTS = (
     Mutant(
         "per-layer clipping gives every layer the whole clip norm",
         "mechanism/clipping.py",
-        (("share = self.clip_norm / math.sqrt(len(layers))", "share = self.clip_norm"),),
+        (("share = self.clip_norm / math.sqrt(len(groups))", "share = self.clip_norm"),),
         "tests/mechanism/test_clipping.py::test_per_layer_clipping_shares_the_norm_over_all_layers_reached_or_not",
     ),
     Mutant(
         "only the last micro-batch counts (a zero_grad inside backward)",
         "gradients/method.py",
-        (("c, sums.get(block), removes", "c, None, removes"),),
+        (("scaled, sums.get(block), removes", "scaled, None, removes"),),
         "tests/mechanism/test_step.py::test_micro_batches_change_the_speed_only[1-flat]",
     ),
     Mutant(
@@ -169,7 +169,7 @@ MUTANTS = (
     Mutant(
         "per-layer clipping is accepted, and flat",
         "mechanism/clipping.py",
-        (('if self.mode != "per-layer":', "if True:"),),
+        (('if together == "all":', "if True:"),),
         "tests/mechanism/test_clipping.py::test_per_layer_clipping_shares_the_norm_over_all_layers_reached_or_not",
     ),
     Mutant(
@@ -1351,5 +1351,95 @@ MUTANTS = (
         "publishing/report/page.py",
         (("<td>{escape(one.text)}{blank}</td>", "<td>{one.text}{blank}</td>"),),
         "tests/publishing/test_report.py::test_text_of_a_statement_stays_text",
+    ),
+    # ---- carriers, scales and clipping styles
+    Mutant(
+        "a block's scale is not undone after the noise",
+        "gradients/method.py",
+        (("return sums[name] / self.scales[name] if name in self.scales else sums[name]", "return sums[name]"),),
+        "tests/methods/carriers/test_method.py::test_a_scale_is_undone_after_the_noise_and_leaves_the_noise_as_it_is",
+    ),
+    Mutant(
+        "records are clipped by their norms before the scale, which is above 1",
+        "gradients/method.py",
+        (("clipping.factors(self.scaled_sq_norms(sq_norms(entries)), ", "clipping.factors(sq_norms(entries), "),),
+        "tests/methods/carriers/test_method.py::test_no_record_changes_the_release_by_more_than_the_clip_norm",
+    ),
+    Mutant(
+        "a block's scale depends on the records: it makes their mean norm 1",
+        "gradients/method.py",
+        (
+            (
+                "        factors = clipping.factors(self.scaled_sq_norms",
+                "        self.scales = {b: 1 / value.sq_norm().mean().sqrt().item() for b, value in entries.items()}\n"
+                "        factors = clipping.factors(self.scaled_sq_norms",
+            ),
+        ),
+        "tests/methods/carriers/test_method.py::test_norms_and_clipped_sums_equal_the_oracles",
+    ),
+    Mutant(
+        "carriers from gradients before the noise",
+        "methods/carriers/method.py",
+        (
+            (
+                '        return {f"{name}:{side}": part for side, part in self.carriers[name].project(value)}',
+                '        found = {f"{name}:{side}": part for side, part in self.carriers[name].project(value)}\n'
+                '        if self.source == "momentum":\n'
+                "            parts = {block[-1]: part.dense().sum(0) for block, part in found.items()}\n"
+                "            self.momentum.setdefault(name, Momentum()).add(parts)\n"
+                "        return found",
+            ),
+            ("self.momentum.setdefault(name, Momentum()).add(parts)  # noised", "pass  # noised"),
+        ),
+        "tests/methods/carriers/test_method.py::test_carriers_see_private_records_only_through_the_release",
+    ),
+    Mutant(
+        "the history of the weights holds gradients before the noise",
+        "methods/carriers/method.py",
+        (
+            (
+                '        return {f"{name}:{side}": part for side, part in self.carriers[name].project(value)}',
+                "        if name in self.start:\n"
+                "            self.start[name] = self.start[name] - value.dense().sum(0).view_as(self.start[name])\n"
+                '        return {f"{name}:{side}": part for side, part in self.carriers[name].project(value)}',
+            ),
+        ),
+        "tests/methods/carriers/test_method.py::test_carriers_see_private_records_only_through_the_release[history]",
+    ),
+    Mutant(
+        "momentum resumes without its average, silently",
+        "methods/carriers/method.py",
+        (('if self.source == "momentum":\n                raise', "if False:\n                raise"),),
+        "tests/methods/carriers/test_trainer.py::test_momentum_cannot_be_resumed_without_its_average",
+    ),
+    Mutant(
+        "public carriers may share records with the training data",
+        "methods/gep/public_data.py",
+        (("    if training is not None:\n        check_apart", "    if training is None:\n        check_apart"),),
+        "tests/methods/carriers/test_trainer.py::test_public_carriers_come_from_the_anchor_dataset",
+    ),
+    Mutant(
+        "AUTO-V normalises gradients whose squares vanish in float32",
+        "mechanism/clipping.py",
+        (("return factor if self.gamma else factor.where(norm >= NEGLIGIBLE, 0)", "return factor"),),
+        "tests/mechanism/test_clipping.py::test_without_gamma_automatic_clipping_is_auto_v",
+    ),
+    Mutant(
+        "global clipping keeps the records that it must drop",
+        "mechanism/clipping.py",
+        (("return (norm <= lowered).to(norm.dtype)", "return torch.ones_like(norm)"),),
+        "tests/mechanism/test_clipping.py::test_no_record_exceeds_the_clip_norm",
+    ),
+    Mutant(
+        "automatic clipping per layer gives every layer the whole clip norm",
+        "mechanism/clipping.py",
+        (("share = self.clip_norm / math.sqrt(len(groups))", "share = self.clip_norm / math.sqrt(1)"),),
+        "tests/methods/carriers/test_method.py::test_no_record_changes_the_release_by_more_than_the_clip_norm",
+    ),
+    Mutant(
+        "a group of layers is counted only if the batch reached it",
+        "mechanism/clipping.py",
+        (("for block in (blocks or sq_norms)}", "for block in sq_norms}"),),
+        "tests/mechanism/test_clipping.py::test_groups_are_numbered_blocks",
     ),
 )

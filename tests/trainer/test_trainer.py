@@ -101,8 +101,9 @@ def test_one_record_moves_the_released_sum_by_at_most_the_clip_norm(
     mechanism.clipping = WithoutRecord(mode, clip_norm)
     without = mechanism._clipped_sums(batch)
     moved = torch.stack([(with_record[block] - without[block]).norm() for block in with_record]).norm().item()
-    assert 0 < moved <= clip_norm * (1 + 1e-4)
-    if clip_norm < 0.1 and mode != "per-layer":
+    assert moved <= clip_norm * (1 + 1e-4)
+    assert moved > 0 or mode == "global"  # which drops every record that is this large
+    if clip_norm < 0.1 and mode in ("flat", "automatic"):
         assert moved > 0.9 * clip_norm
 
 

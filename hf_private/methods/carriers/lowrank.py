@@ -5,10 +5,19 @@ RGP (Yu et al. 2021) takes carriers L (rows, r) and R (r, columns), both orthono
 
     dL = g R^T,    dR = L^T g,
 
-from which dL R + L dR - L L^T dL R is g projected on the carriers: r (rows + columns) noised numbers instead of
+from which dL R + L dR - L S R is g projected on the carriers: r (rows + columns) noised numbers instead of
 rows * columns. For a linear layer g = left^T right, so dL = left^T (right R^T) and dR = (left L)^T right: g itself is
 never formed. LSG (Ito et al. 2023) also drops the rows of dL and the columns of dR that belong to unimportant neurons:
 those with a small sum of |W| over their row or column.
+
+The middle term S is L^T g R^T, which both parts contain: as L^T dL and as dR R^T. They differ by noise and by LSG's
+masks. The papers take L^T dL, so that transposing a layer (Linear against Conv1D) changes its update. Here S is the
+mean of both: no layout is preferred, and the r x r numbers in question get half the noise variance.
+
+LSG's paper says that the update of W_ij is 0 if and only if row i of dL and column j of dR are. Neither direction
+holds: L S R reaches masked rows and columns too, and terms may cancel. Masks reduce the noise; they freeze no weight.
+LSG's Algorithm 3 clips each matrix by itself, and so spends a clip norm for each. Here, as in RGP, all blocks of a
+record are clipped together: one clip norm is the sensitivity of the whole step.
 
 Rows and columns are those of the stored weight: (out, in) for Linear, (in, out) for Hugging Face's Conv1D, (out, in *
 kernel) for convolutions. Index letters as in persample.py, and r for the rank.
@@ -46,6 +55,16 @@ def _or_else(products: Tensor, others: Tensor) -> Tensor:
     return torch.where(alive.view(-1, 1, 1), products, others)
 
 
+def truncated(left: Tensor, right: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The best approximation of `left right`, (rows, k) and (k, columns), of at most this rank r.
+
+    Returns U S (rows, r) and V^T (r, columns). By QR of both thin factors, so the product is never formed.
+    """
+    outer, inner = torch.linalg.qr(left), torch.linalg.qr(right.t())
+    u, s, vh = torch.linalg.svd(outer.R @ inner.R.t(), full_matrices=False)
+    return (outer.Q @ u)[:, :rank] * s[:rank], (vh @ inner.Q.t())[:rank]
+
+
 def kept(size: int, sparsity: float) -> int:
     """How many of `size` neurons are kept: a share of 1 - p, at least one."""
     return max(1, round((1 - sparsity) * size))
@@ -78,6 +97,11 @@ class LowRank:
         self.sides = sides
         self.kept: dict[str, Tensor] = dict(zip("LR", kept, strict=True)) if kept else {}
 
+    @property
+    def sparse(self) -> bool:
+        """Whether a part of the gradient is left out by LSG."""
+        return bool(self.kept)
+
     def project(self, value: PerSample) -> Iterator[tuple[str, PerSample]]:
         """Theorem 2.1: each record's dL^T (N, r, kept rows) and dR (N, r, kept columns) from its gradient g."""
         for side in self.sides:
@@ -107,14 +131,19 @@ class LowRank:
 
     def reconstruct(self, parts: Mapping[str, Tensor]) -> Tensor:
         """Corollary 2.1.1: the weight's gradient (rows, columns) from dL^T and dR, zero where they were not kept."""
-        full = {side: self._spread(side, part) for side, part in parts.items()}
         if self.sides == ("L",):
-            return full["L"].t() @ self.right
+            return self._spread("L", parts["L"]).t() @ self.right
         if self.sides == ("R",):
-            return self.left @ full["R"]
-        # dL R + L dR - L L^T dL R, in one product of thin matrices: [dL - L L^T dL, L] [R; dR]
-        outside = full["L"] - (full["L"] @ self.left) @ self.left.t()
-        return torch.cat([outside, self.left.t()]).t() @ torch.cat([self.right, full["R"]])
+            return self.left @ self._spread("R", parts["R"])
+        left, right = self.factors(parts)
+        return left @ right
+
+    def factors(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The same as a product (rows, 2 r) (2 r, columns): [dL - L L^T dL / 2, L] [R; dR - dR R^T R / 2]."""
+        d_left, d_right = (self._spread(side, parts[side]) for side in "LR")
+        d_left = d_left - (d_left @ self.left) @ self.left.t() / 2
+        d_right = d_right - (d_right @ self.right.t()) @ self.right / 2
+        return torch.cat([d_left, self.left.t()]).t(), torch.cat([self.right, d_right])
 
     def _spread(self, side: str, part: Tensor) -> Tensor:
         if not self.kept:
@@ -144,12 +173,17 @@ def _columns(x: Tensor, index: Tensor) -> Tensor:
 
 
 class Submatrix:
-    """Sparse DP-SGD: no carriers, only the kept rows and columns of the gradient, as one block "S"."""
+    """Sparse DP-SGD by neurons: no carriers, only the kept rows and columns of the gradient, as one block "S"."""
 
     def __init__(self, rows: Tensor, columns: Tensor, shape: torch.Size) -> None:
         self.rows = rows
         self.columns = columns
         self.shape = shape
+
+    @property
+    def sparse(self) -> bool:
+        """Whether a part of the gradient is left out."""
+        return len(self.rows) < self.shape[0]
 
     def project(self, value: PerSample) -> Iterator[tuple[str, PerSample]]:
         """The kept part of each record's gradient."""
@@ -164,3 +198,34 @@ class Submatrix:
         full = parts["S"].new_zeros(self.shape[0], self.shape[1:].numel())
         full[self.rows.unsqueeze(1), self.columns] = parts["S"]
         return full
+
+
+class Elements:
+    """Sparse DP-SGD as in the LSG paper: the elements of the gradient where |W| is largest, as one block "S" (k,).
+
+    Which elements these are has no structure, so the gradients of a micro-batch are formed, layer by layer.
+    """
+
+    def __init__(self, index: Tensor, shape: torch.Size) -> None:
+        self.index = index
+        self.shape = shape
+
+    @classmethod
+    def largest(cls, weight: Tensor, sparsity: float) -> "Elements":
+        """The elements of a weight that are kept."""
+        count = kept(weight.numel(), sparsity)
+        return cls(weight.detach().abs().flatten().topk(count).indices.sort().values, weight.shape)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether a part of the gradient is left out."""
+        return len(self.index) < self.shape.numel()
+
+    def project(self, value: PerSample) -> Iterator[tuple[str, PerSample]]:
+        """The kept elements of each record's gradient: (N, k)."""
+        yield "S", Dense(value.dense().flatten(1).index_select(1, self.index))
+
+    def reconstruct(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """The weight's gradient (rows, columns), zero where it was not kept."""
+        full = parts["S"].new_zeros(self.shape.numel())
+        return full.index_copy_(0, self.index, parts["S"]).view(self.shape[0], -1)

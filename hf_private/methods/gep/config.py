@@ -14,6 +14,7 @@ from hf_private.methods.targeting import TargetConfig, closest, described, freez
 from .method import Anchors, Group
 
 GROUPS = ("layer", "stage")
+LABELS = ("random", "own")
 TARGETING = {  # fields that refine `target_modules`, and their defaults
     "exclude_modules": None,
     "layers_to_transform": None,
@@ -41,6 +42,7 @@ class AnchorConfig(TargetConfig):
     """
 
     FILE: ClassVar[str] = "anchor_config.json"
+    METHOD_TYPE: ClassVar[str] = "ANCHORS"
 
     target_modules: list[str] | str | None = described(
         None,
@@ -56,6 +58,11 @@ class AnchorConfig(TargetConfig):
     )
     power_iterations: int = described(1, "Iterations of the power method; one is enough in the paper.")
     refresh: int = described(1, "Steps between two computations of the subspace.")
+    labels: str = described(
+        "random",
+        "Labels of the public records: 'random', as in the paper, or their 'own', where they have the task's. Language"
+        " models always use the text.",
+    )
     residual: bool = described(True, "False releases only the embedding (B-GEP), with less noise and a bias.")
     residual_clip_norm: float | None = described(None, "S2, the clip norm of the residuals. Default: a fifth of S1.")
     dataset_name: str | None = described(None, "Name of the public dataset; DPTrainer sets it.")
@@ -69,6 +76,7 @@ class AnchorConfig(TargetConfig):
         validate.integer_at_least(1, k=self.k, num_anchors=self.num_anchors)
         validate.integer_at_least(1, power_iterations=self.power_iterations, refresh=self.refresh)
         validate.one_of((True, False), residual=self.residual)
+        validate.one_of(LABELS, labels=self.labels)
         if self.residual_clip_norm is not None:
             validate.positive(residual_clip_norm=self.residual_clip_norm)
             if math.isinf(self.residual_clip_norm) or not self.residual:
@@ -80,6 +88,10 @@ class AnchorConfig(TargetConfig):
             validate.one_of(GROUPS, groups=self.groups)
         elif not self.groups or not all(isinstance(pattern, str) for pattern in self.groups):
             raise ValueError(f"`groups` must be 'layer', 'stage' or a list of expressions, got {self.groups!r}.")
+
+    @property
+    def reads_public_data(self) -> bool:
+        return True
 
     def _refuse_targeting(self) -> None:
         """Without `target_modules`, refuse the fields that refine it."""
@@ -100,7 +112,8 @@ class AnchorConfig(TargetConfig):
     def describe(values: Mapping[str, Any]) -> str:
         name = "GEP" if values.get("residual", True) else "B-GEP"
         data = f"`{values.get('dataset_name') or 'not named'}`, fingerprint {values.get('dataset_fingerprint')}"
-        return f"{name}: gradients embedded in a subspace of public data (k={values.get('k')}; data: {data})"
+        labels = ", with its own labels" if values.get("labels") == "own" else ""
+        return f"{name}: gradients embedded in a subspace of public data (k={values.get('k')}; data: {data}{labels})"
 
 
 def anchors_of(config: AnchorConfig, model: nn.Module, seed: int = 0) -> Anchors:

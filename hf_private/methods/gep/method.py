@@ -18,7 +18,7 @@ Index letters as in persample.py, and j for basis vectors.
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
 from operator import add
 from typing import NamedTuple
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from hf_private.gradients.method import Clip, Method
 from hf_private.gradients.persample import Dense, Outer, PerSample, Rows, Tied, sq_norms, weighted_sum, widen
 from hf_private.gradients.tensors import accumulation_dtype
-from hf_private.methods.subspace import orthonormal, public_generator
+from hf_private.methods.subspace import Books, broadcast_first, orthonormal, public_generator
 
 # Slack s of the residual's norm^2, which is taken as |g|^2 - |w|^2 + s|g|^2. It covers rounding, which is relative to
 # |g| and not to |r|, and by bounding c|g| <= S2 / sqrt(s) it keeps small the rounding of the two sums that cancel.
@@ -43,10 +43,6 @@ class Group(NamedTuple):
 
     names: tuple[str, ...]
     k: int
-
-
-# books(step, method): the entries that `method` makes for the public micro-batches of a step; equal at every call.
-Books = Callable[[int, Method], Iterable[Mapping[str, PerSample]]]
 
 
 def formed(value: PerSample, at_most: int) -> Iterator[Tensor]:
@@ -243,7 +239,7 @@ class Anchors(Method):
                 self._add(product, entries)
             for group in self.groups.values():
                 self._orthonormalise(group, product)
-        _broadcast_first(self.basis)
+        broadcast_first(self.basis.values())
         worst = max(defect([self.basis[name] for name in group.names]) for group in self.groups.values())
         if not worst <= LARGEST_DEFECT:
             raise RuntimeError(f"`basis` must be orthonormal, got |BB^T - I| = {worst}. Use another dtype.")
@@ -309,10 +305,3 @@ class _PublicBook(Method):
 
     def observe(self, name: str, value: PerSample) -> dict[str, PerSample]:
         return self.anchors.read(name, value)
-
-
-def _broadcast_first(basis: Mapping[str, Tensor]) -> None:
-    """Give all ranks the basis of the first: different rounding would turn directions of little weight."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        for part in basis.values():
-            torch.distributed.broadcast(part, src=0)

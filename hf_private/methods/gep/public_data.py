@@ -1,4 +1,4 @@
-"""Public records for GEP: their selection, the check that none is a training record, and their gradients.
+"""Public records for GEP and public carriers: selection, check that none is a training record, gradients.
 
 All randomness here is public, a function of (seed, step): every rank and every power iteration sees the same records,
 labels and dropout masks. It never affects the generators of the private pass.
@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hf_private.gradients.bookkeeper import BookKeeper
 from hf_private.gradients.method import Method
 from hf_private.gradients.persample import PerSample
+from hf_private.methods.carriers.config import CarrierConfig
 from hf_private.methods.subspace import public_generator
 from hf_private.tasks.heads import Head, head_of
 from hf_private.tasks.losses import LABEL_NAMES
@@ -25,20 +26,27 @@ from hf_private.tasks.synthetic import random_labels
 
 from .config import AnchorConfig
 
+PublicConfig = TypeVar("PublicConfig", AnchorConfig, CarrierConfig)  # configs that may read public records
+
 NUMBERING = ("id", "idx", "index")
 LOOKED_AT = 50_000  # at most so many rows are hashed, spread evenly over a dataset
 OWN_LABELS = (Head.CAUSAL_LM, Head.MASKED_LM, Head.SEQ2SEQ_LM)
 
 
-def checked_anchors(config: AnchorConfig | None, dataset: Any, training: Any) -> AnchorConfig | None:
+def checked_anchors(config: PublicConfig | None, dataset: Any, training: Any) -> PublicConfig | None:
     """The config with the name and fingerprint of the public dataset. Refuses one that contains training records."""
-    if config is None and dataset is None:
-        return None
-    if config is None or dataset is None:
-        given, missing = ("anchors", "anchor_dataset") if dataset is None else ("anchor_dataset", "anchors")
+    reads = config is not None and config.reads_public_data
+    if dataset is None and not reads:
+        return config
+    if config is None or not reads:
         raise ValueError(
-            f"`{missing}` must be given with `{given}`, got None. GEP needs DPConfig(anchors=AnchorConfig(...)) and"
-            " DPTrainer(anchor_dataset=...) with public records, which need no labels."
+            "`anchors` must be given with `anchor_dataset`, got None. Public records are for GEP,"
+            " DPConfig(anchors=AnchorConfig(...)), or for CarrierConfig(source='public')."
+        )
+    if dataset is None:
+        raise ValueError(
+            f"`anchor_dataset` must be given with `{config.METHOD_TYPE.lower()}`, got None. Pass public records,"
+            " DPTrainer(anchor_dataset=...); they need no labels."
         )
     if not hasattr(dataset, "__getitem__") or not len(dataset):
         raise ValueError(f"`anchor_dataset` must have rows and random access, got {type(dataset).__name__}.")
@@ -122,7 +130,7 @@ def _digest(row: Any, columns: Iterable[str]) -> bytes:
 
 
 class AnchorData:
-    """The public micro-batches of a step: records with random labels, or for language models with those of the text.
+    """The public micro-batches of a step, with random labels, their own, or for language models those of the text.
 
     Args:
         dataset: Public records; labels are not needed.
@@ -130,6 +138,7 @@ class AnchorData:
         model: Its head determines the labels.
         num_anchors: Records m in a step; all, if there are fewer.
         max_rows, max_tokens: Size of a micro-batch. Changes speed and memory only.
+        labels: "random"; "own": those of the dataset, which must have them; "any": its own, or else random.
         seed: Public.
     """
 
@@ -142,6 +151,7 @@ class AnchorData:
         num_anchors: int,
         max_rows: int,
         max_tokens: int | None = None,
+        labels: str = "random",
         seed: int = 0,
     ) -> None:
         self.dataset = dataset
@@ -150,6 +160,7 @@ class AnchorData:
         self.num_anchors = num_anchors
         self.max_rows = max_rows
         self.max_tokens = max_tokens
+        self.labels = labels
         self.seed = seed
 
     def __call__(self, step: int) -> Iterator[dict[str, Any]]:
@@ -170,6 +181,13 @@ class AnchorData:
             mask = batch.get("attention_mask")
             return batch | {"labels": labels if mask is None else labels.masked_fill(mask == 0, -100)}
         if head in OWN_LABELS:
+            return batch
+        has_labels = any(name in batch for name in LABEL_NAMES)
+        if self.labels == "own" and not has_labels:
+            raise ValueError(
+                "`anchor_dataset` must have labels with labels='own', got none. Use labels='random', or label rows."
+            )
+        if self.labels != "random" and has_labels:
             return batch
         unlabelled = {name: value for name, value in batch.items() if name not in LABEL_NAMES}
         return unlabelled | random_labels(self.model, unlabelled, generator)

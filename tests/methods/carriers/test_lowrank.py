@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hf_private.gradients.persample import Dense, Outer, Rows
-from hf_private.methods.carriers.lowrank import LowRank, Submatrix, important, kept, power_method
+from hf_private.methods.carriers.lowrank import LowRank, Submatrix, important, kept, power_method, truncated
 
 RECTANGLES = [nn.Linear(6, 4, bias=False), nn.Conv2d(3, 4, 2, bias=False), nn.Conv1d(5, 4, 3, bias=False)]
 
@@ -33,15 +33,32 @@ def test_conv1d_keeps_the_same_neurons_as_the_linear_layer_that_it_is():
     assert outputs.tolist() == stored_outputs.tolist() and inputs.tolist() == stored_inputs.tolist()
 
 
-def test_masked_reconstruction_is_equation_3_of_the_masked_parts():
+def test_masked_reconstruction_is_equation_3_of_the_masked_parts_averaged_over_both_middle_terms():
     torch.manual_seed(0)
     left, right = torch.linalg.qr(torch.randn(7, 2)).Q, torch.linalg.qr(torch.randn(5, 2)).Q.T
     rows, columns = torch.tensor([0, 3, 6]), torch.tensor([1, 2])
     parts = {"L": torch.randn(2, 3), "R": torch.randn(2, 2)}
     d_left, d_right = torch.zeros(7, 2), torch.zeros(2, 5)
     d_left[rows], d_right[:, columns] = parts["L"].T, parts["R"]
-    wanted = d_left @ right + left @ d_right - left @ left.T @ d_left @ right
+    middle = (left.T @ d_left + d_right @ right.T) / 2
+    wanted = d_left @ right + left @ d_right - left @ middle @ right
     torch.testing.assert_close(LowRank(left, right, kept=(rows, columns)).reconstruct(parts), wanted)
+
+
+def test_the_papers_iff_does_not_hold_weights_outside_both_masks_move():
+    torch.manual_seed(0)
+    left, right = torch.linalg.qr(torch.randn(7, 2)).Q, torch.linalg.qr(torch.randn(5, 2)).Q.T
+    carriers = LowRank(left, right, kept=(torch.tensor([0, 3, 6]), torch.tensor([1, 2])))
+    assert carriers.reconstruct({"L": torch.randn(2, 3), "R": torch.randn(2, 2)})[1, 0] != 0
+
+
+def test_truncation_is_the_svds():
+    torch.manual_seed(0)
+    left, right = torch.randn(9, 4), torch.randn(4, 6)
+    u, s, vh = torch.linalg.svd(left @ right, full_matrices=False)
+    found, directions = truncated(left, right, 3)
+    torch.testing.assert_close(found @ directions, u[:, :3] * s[:3] @ vh[:3])
+    torch.testing.assert_close(directions @ directions.T, torch.eye(3))
 
 
 # ---- what carriers take of a gradient

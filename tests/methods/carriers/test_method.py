@@ -6,16 +6,19 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from hf_private.gradients.bookkeeper import BookKeeper, trainable
 from hf_private.gradients.method import Full
 from hf_private.gradients.persample import Dense
-from hf_private.mechanism.clipping import Clipping
+from hf_private.mechanism.clipping import MODES, Clipping
 from hf_private.mechanism.noise import NoiseSource
 from hf_private.mechanism.step import Mechanism
 from hf_private.methods.carriers.config import CarrierConfig
-from hf_private.methods.carriers.lowrank import Submatrix
-from hf_private.methods.carriers.method import Carriers, Target
+from hf_private.methods.carriers.lowrank import Elements, LowRank, Submatrix, power_method
+from hf_private.methods.carriers.method import MASKS, SOURCES, Carriers, Target
+from hf_private.methods.carriers.sources import MEMORY, Momentum
+from hf_private.methods.gep.public_data import AnchorBooks
 from hf_private.methods.registry import resolve_method
 from tests.support import oracle, zoo
 
@@ -27,6 +30,7 @@ EXTRA = {
 }
 SETTINGS = {
     "RGP": {"r": 3},
+    "RGP, head not scaled": {"r": 3, "head_scale": 1.0},
     "RGP, other ranks": {"r": 1, "rank_pattern": {"o_proj": 2}, "bias": "all"},
     "RGP, left": {"r": 2, "sides": "left"},
     "RGP, history": {"r": 2, "source": "history", "warmup_steps": 0, "power_iterations": 2},
@@ -34,6 +38,7 @@ SETTINGS = {
     "LSG": {"r": 3, "sparsity": 0.4},
     "LSG, left": {"r": 3, "sparsity": 0.4, "sides": "left"},
     "Sparse DP-SGD": {"r": None, "sparsity": 0.4},
+    "Sparse DP-SGD, elements": {"r": None, "sparsity": 0.4, "mask": "elements"},
 }
 RANKED = {"bert": "query", "gpt2": "c_attn", "llama": "o_proj", "t5": "wi", "vit": "q_proj", "resnet-gn": "down"}
 
@@ -45,7 +50,7 @@ def prepare(name, **settings):
     if "rank_pattern" in settings:
         leaf = next(path for path, m in model.named_modules() if RANKED[name] in path and hasattr(m, "weight"))
         settings["rank_pattern"] = {leaf.rpartition(".")[2]: 2}
-    method = resolve_method(CarrierConfig(**EXTRA.get(name, {}) | settings), model)
+    method = resolve_method(CarrierConfig(**{"refresh": 1} | EXTRA.get(name, {}) | settings), model)
     method.attach(trainable(model))
     method.begin_step(0)
     with torch.no_grad():
@@ -60,6 +65,8 @@ def carried(method, name, gradient):
     g, carriers = gradient.flatten(1), method.carriers[name]
     if isinstance(carriers, Submatrix):
         return {f"{name}:S": g[carriers.rows][:, carriers.columns]}
+    if isinstance(carriers, Elements):
+        return {f"{name}:S": g.flatten()[carriers.index]}
     left, right = (g @ carriers.right.T).T, carriers.left.T @ g
     if carriers.kept:
         left, right = left[:, carriers.kept["L"]], right[:, carriers.kept["R"]]
@@ -86,18 +93,20 @@ def test_norms_and_clipped_sums_equal_the_oracles(name, settings):
     wanted = released(method, oracle.per_sample_gradients(model, loss, batch))
     assert set(wanted[0]) == set(method.blocks)
     assert all(part.shape == method.blocks[block] for block, part in wanted[0].items())
-    norms = oracle.norms(wanted)
-    clip = Clipping("flat", clip_norm=norms.median().item())
     with BookKeeper(model, method) as book:
         book.backward(loss(model, batch))
-        torch.testing.assert_close(book.norms(), norms, rtol=EXACT, atol=0)
+        torch.testing.assert_close(book.norms(), oracle.norms(wanted), rtol=EXACT, atol=0)
+        scale = settings.get("head_scale", 0.3)
+        wanted = [{block: g if ":" in block else scale * g for block, g in one.items()} for one in wanted]
+        norms = oracle.norms(wanted)
+        clip = Clipping("flat", clip_norm=norms.median().item())
         sums = {}
         method.add_clipped_sums(book.pop_entries(), clip, sums)
     expected = oracle.weighted_sum(wanted, (clip.clip_norm / norms).clamp(max=1))
-    scale = math.sqrt(sum(block.square().sum() for block in expected.values()))
+    size = math.sqrt(sum(block.square().sum() for block in expected.values()))
     for block, value in expected.items():
         got = sums.get(block, torch.zeros_like(value))
-        assert (got - value).norm() <= EXACT * scale, block  # factors are lowered by 1e-12
+        assert (got - value).norm() <= EXACT * size, block  # factors are lowered by 1e-12
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -137,16 +146,19 @@ def test_full_rank_gives_the_gradient_itself(name):
         assert (p.grad - true[parameter_name]).norm() <= EXACT * (1e-3 + true[parameter_name].norm()), parameter_name
 
 
-def step(model, loss, method, batches, noise_multiplier=0.0, clip_norm=math.inf, first_step=0):
-    """One step of the mechanism; returns the noise source."""
-    noise = NoiseSource()
-    mechanism = Mechanism(
-        model, loss, method=method, clipping=Clipping("flat", clip_norm), noise=noise,
+def mechanism_of(model, loss, method, noise_multiplier=0.0, clip_norm=math.inf, noise=None):
+    return Mechanism(
+        model, loss, method=method, clipping=Clipping("flat", clip_norm), noise=noise or NoiseSource(),
         noise_multiplier=noise_multiplier, sample_rate=0.1, expected_batch_size=1, charge=lambda event: None,
     )  # fmt: skip
+
+
+def step(model, loss, method, batches, noise_multiplier=0.0, clip_norm=math.inf, first_step=0):
+    """One step of the mechanism; returns the noise source."""
+    mechanism = mechanism_of(model, loss, method, noise_multiplier, clip_norm)
     mechanism.steps = first_step
     mechanism.step(batches)
-    return noise
+    return mechanism.noise
 
 
 # ---- noise
@@ -177,6 +189,15 @@ def test_sparse_dp_sgd_noises_its_part_of_the_elements():
     head = 3 * 16 + 3
     assert noise.drawn - head == 2 * 16 * 16 // 4
     assert (model.bert.encoder.layer[0].attention.self.query.weight.grad != 0).sum() == 8 * 8
+
+
+def test_elements_with_large_weights_are_the_ones_that_move():
+    model, loss, method = prepare("bert", r=None, sparsity=0.75, target_modules=["query"], mask="elements")
+    noise = step(model, loss, method, [], 1.0, 1.0)
+    assert noise.drawn - (3 * 16 + 3) == 2 * 16 * 16 // 4
+    weight = model.bert.encoder.layer[0].attention.self.query.weight
+    moved = weight.grad != 0
+    assert moved.sum() == 64 and weight[moved].abs().min() > weight[~moved].abs().max()
 
 
 def test_sparsity_sets_in_at_its_step_and_masks_follow():
@@ -301,6 +322,235 @@ def test_the_start_is_written_once_and_read_on_resume(tmp_path):
     first.begin_run(tmp_path)
     with pytest.raises(ValueError, match="`weight`"):
         other.begin_run(tmp_path, resumes=True)
+
+
+# ---- public weights of blocks
+
+
+def test_a_scale_is_undone_after_the_noise_and_leaves_the_noise_as_it_is():
+    """Without clipping a scale changes nothing; the noise on the gradient of a scaled block is 1 / s as large."""
+    model, loss, method = prepare("bert", r=2, head_scale=0.1)
+    batch = zoo.make_batch(model, batch_size=3)
+    true = oracle.weighted_sum(oracle.per_sample_gradients(model, loss, batch), torch.ones(3))
+    step(model, loss, method, [batch])
+    head = model.classifier.weight
+    assert (head.grad - true["classifier.weight"]).norm() <= EXACT * head.grad.norm()
+    assert set(method.stds(2.0, 3.0).values()) == {6.0}
+    method.attach(trainable(model))
+    step(model, loss, method, [], 1.0, 1.0)
+    drawn = torch.cat([p.grad.flatten() for name, p in trainable(model).items() if name not in method.targets])
+    assert 10 * 0.6 < drawn.std() < 10 * 1.5
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("head_scale", [0.1, 1.0, 30.0])
+def test_no_record_changes_the_release_by_more_than_the_clip_norm(mode, head_scale):
+    """The sums that get noise, with and without one record, in every clipping style."""
+    model, loss, method = prepare("bert", r=2, head_scale=head_scale)
+    batch = zoo.make_batch(model, batch_size=4)
+    clip = Clipping(mode, clip_norm=0.02)
+    found = []
+    for rows in ([0, 1, 2, 3], [1, 2, 3], [0, 2, 3], [0, 1, 2]):
+        with BookKeeper(model, method) as book:
+            book.backward(loss(model, {key: value[rows] for key, value in batch.items()}))
+            sums = {block: torch.zeros(shape, dtype=torch.float64) for block, shape in method.blocks.items()}
+            method.add_clipped_sums(book.pop_entries(), clip, sums)
+        found.append(torch.cat([total.flatten() for total in sums.values()]))
+    influence = max((found[0] - other).norm().item() for other in found[1:])
+    assert influence <= 0.02 * (1 + 1e-9)
+    assert influence > 0 or mode == "global"
+
+
+class Replaced(NoiseSource):
+    """Noise so strong that nothing of the sums is left: the release is the same whatever the records are."""
+
+    def add_(self, step, sums, stds, offsets=None):
+        generator = torch.Generator().manual_seed(step)
+        for total in sums.values():
+            total.copy_(torch.randn(total.shape, generator=generator, dtype=total.dtype))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_carriers_see_private_records_only_through_the_release(source):
+    """Two runs on different records with the same release have the same carriers, blocks and weights throughout."""
+    seen = []
+    for seed in (1, 2):
+        torch.manual_seed(0)
+        model, loss = zoo.build("bert")
+        model.eval()
+        method = resolve_method(
+            CarrierConfig(r=2, source=source, refresh=2, warmup_steps=1, sparsity=0.3, head_scale=0.3), model
+        )
+        public = zoo.make_batch(model, 5, seed=7)
+        method.books = AnchorBooks(model, loss, lambda step, public=public: [public])
+        batch = zoo.make_batch(model, batch_size=3, seed=seed)
+        mechanism = mechanism_of(model, loss, method, 1.0, 1.0, Replaced())
+        states = []
+        for _ in range(5):
+            mechanism.step([batch])
+            with torch.no_grad():
+                for p in trainable(model).values():
+                    p.sub_(p.grad, alpha=1e-3)
+            for carriers in method.carriers.values():
+                states += [carriers.left.flatten(), carriers.right.flatten(), *carriers.kept.values()]
+        states += [p.detach().flatten() for p in model.parameters()]
+        seen.append(torch.cat(states))
+    assert torch.equal(*seen)
+
+
+# ---- directions that are public or paid for
+
+
+def low_rank_regression(source, steps, refresh=1, noise=0.0, books=None):
+    """Residual of each step's gradient (12 x 20, rank 2) outside of carriers of rank 2."""
+    torch.manual_seed(0)
+    x = (torch.randn(64, 2) @ torch.randn(2, 20)).double()
+    y = (x @ torch.randn(20, 2).double()) @ torch.randn(2, 12).double()
+    layer = nn.Linear(20, 12, bias=False).double()
+    method = Carriers({"weight": Target(2)}, source=source, refresh=refresh, books=books)
+    batch = {"x": x, "y": y}
+
+    def loss(model, batch):
+        return (model(batch["x"]) - batch["y"]).square().sum(1) / 64
+
+    g = torch.autograd.grad(loss(layer, batch).sum(), layer.weight)[0]  # the weight does not move
+    mechanism = mechanism_of(layer, loss, method, noise, 1e3)
+    found = []
+    for _ in range(steps):
+        mechanism.step([batch])
+        carriers = method.carriers["weight"]
+        outside = g - carriers.left @ (carriers.left.T @ g)
+        found.append(((outside - outside @ carriers.right.T @ carriers.right).norm() / g.norm()).item())
+    return found
+
+
+def test_momentum_finds_the_directions_of_the_gradient():
+    """Each refresh is a power iteration on the noised gradients: the residual of a fixed gradient falls."""
+    residuals = low_rank_regression("momentum", steps=9, refresh=2)
+    assert residuals[0] == residuals[1] > 0.5 and residuals[2] == residuals[3] < residuals[0]
+    assert residuals[-1] < 0.1  # the first periods fade slowly
+    assert low_rank_regression("weight", steps=9, refresh=2)[-1] > 0.5
+    assert low_rank_regression("momentum", steps=9, refresh=2, noise=1e-3)[-1] < 0.3
+
+
+def test_momentum_remembers_earlier_periods():
+    """The average of before joins that of the last period, faded by MEMORY for each step since."""
+    torch.manual_seed(0)
+    first, second = (LowRank(*(m[0] for m in power_method([lambda: torch.randn(7, 6)], [(torch.randn(7, 2),
+                     torch.randn(2, 6))], 1))) for _ in range(2))  # fmt: skip
+    average, parts = Momentum(), [{"L": torch.randn(2, 7), "R": torch.randn(2, 6)} for _ in range(3)]
+    average.add(parts[0])
+    average.directions(first, 3, steps=4)  # rank 6 of a 7 x 6 matrix: nothing is lost
+    average.add(parts[1])
+    average.add(parts[2])
+    left, right = average.directions(second, 3, steps=4)
+    wanted = first.reconstruct(parts[0]) * MEMORY**4
+    wanted += MEMORY * second.reconstruct(parts[1]) + second.reconstruct(parts[2])
+    torch.testing.assert_close(average.left @ average.right, wanted)
+    u, _, vh = torch.linalg.svd(wanted)
+    torch.testing.assert_close(left @ left.T, u[:, :3] @ u[:, :3].T, atol=1e-4, rtol=0)
+    torch.testing.assert_close(right.T @ right, vh[:3].T @ vh[:3], atol=1e-4, rtol=0)
+
+
+def test_public_carriers_are_those_of_the_public_gradient():
+    model, loss = zoo.build("gpt2")
+    model.eval()
+    method = resolve_method(CarrierConfig(r=2, source="public", power_iterations=8), model)
+    method.attach(trainable(model))
+    with pytest.raises(ValueError, match="`anchor_dataset`"):
+        method.begin_step(0)
+    batch = zoo.make_batch(model, 5, seed=7)
+    parts = [{name: value[rows] for name, value in batch.items()} for rows in ([0, 1], [2, 3, 4])]
+    method.books = AnchorBooks(model, loss, lambda step: parts)
+    method.begin_step(0)
+    true = oracle.weighted_sum(oracle.per_sample_gradients(model, loss, batch), torch.ones(5))
+    for name, carriers in method.carriers.items():
+        g = true[name].flatten(1)
+        u, s, vh = torch.linalg.svd(g, full_matrices=False)
+        outside = g - carriers.left @ (carriers.left.T @ g)
+        outside = outside - outside @ carriers.right.T @ carriers.right
+        assert outside.norm() <= 1.05 * s[2:].norm(), name  # as good as the singular vectors
+    assert not method.takes_shards and Carriers({}).takes_shards
+
+
+@pytest.mark.parametrize(
+    "settings", [{"source": "momentum"}, {"refresh": 3}, {"refresh": 3, "sparsity": 0.4}], ids=str
+)
+def test_carriers_in_use_are_saved_and_read_back(tmp_path, settings):
+    model, loss, method = prepare("gpt2", r=2, **settings)
+    mechanism = mechanism_of(model, loss, method)
+    for _ in range(5):
+        mechanism.step([zoo.make_batch(model, 3)])
+        with torch.no_grad():
+            for p in trainable(model).values():
+                p.sub_(p.grad, alpha=1e-2)
+    method.save_state(tmp_path / "quiet", writes=False)
+    assert not (tmp_path / "quiet").exists()
+    method.save_state(tmp_path)
+    resumed = resolve_method(CarrierConfig(**{"r": 2, "refresh": 1} | EXTRA["gpt2"] | settings), model)
+    resumed.attach(trainable(model))
+    resumed.begin_run(tmp_path, resumes=True, state=tmp_path)
+    for i in (5, 6):
+        method.begin_step(i), resumed.begin_step(i)
+        assert method.blocks == resumed.blocks
+        for name, carriers in method.carriers.items():
+            torch.testing.assert_close(carriers.left, resumed.carriers[name].left)
+            torch.testing.assert_close(carriers.right, resumed.carriers[name].right)
+    again = resolve_method(CarrierConfig(**{"r": 2, "refresh": 1} | EXTRA["gpt2"] | settings), model)
+    again.attach(trainable(model))
+    if settings.get("source") == "momentum":
+        with pytest.raises(FileNotFoundError, match="`.*absent`"):
+            again.begin_run(tmp_path, resumes=True, state=tmp_path / "absent")
+    else:
+        again.begin_run(tmp_path, resumes=True, state=tmp_path / "absent")  # an older checkpoint: computed anew
+        assert not again.carriers
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_in_use_are_saved_and_read_back(tmp_path, mask):
+    model, _, method = prepare("bert", r=None, sparsity=0.4, refresh=5, mask=mask)
+    method.save_state(tmp_path)
+    resumed = resolve_method(CarrierConfig(r=None, sparsity=0.4, refresh=5, mask=mask), model)
+    resumed.attach(trainable(model))
+    resumed.begin_run(tmp_path, resumes=True, state=tmp_path)
+    resumed.begin_step(2)
+    for name, kept in method.carriers.items():
+        parts = {"S": torch.ones(method.blocks[f"{name}:S"])}
+        assert torch.equal(kept.reconstruct(parts), resumed.carriers[name].reconstruct(parts)), name
+
+
+# ---- layouts
+
+
+@pytest.mark.parametrize("settings", [{}, {"sparsity": 0.4}, {"sides": "left"}], ids=str)
+def test_linear_and_conv1d_forms_of_a_layer_take_the_same_step(settings):
+    """The same function in either layout, clipped and noised alike, gets the same update."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(5, 8).double(), torch.randn(4, 3, 8).double()
+    linear, conv = nn.Linear(8, 5).double(), Conv1D(5, 8).double()
+    with torch.no_grad():
+        linear.weight.copy_(weight)
+        conv.weight.copy_(weight.t())
+        conv.bias.copy_(linear.bias)
+    grads = []
+    for layer in (linear, conv):
+        model = nn.ModuleDict({"layer": layer})
+        model.forward = lambda x, layer=layer: layer(x)
+        method = resolve_method(CarrierConfig(r=2, target_modules=["layer"], **settings), model)
+        batch = {"x": x}
+        step(model, lambda m, b: m(b["x"]).tanh().square().sum((1, 2)), method, [batch], 0.0, 0.1)
+        sums = {  # the same noise on the same side of the layer
+            f"layer.weight:{side}": torch.randn(
+                method.blocks[f"layer.weight:{side}"],
+                generator=torch.Generator().manual_seed(out),
+                dtype=torch.float64,
+            )
+            for side, out in zip("LR", (0, 1) if layer is linear else (1, 0), strict=True)
+            if f"layer.weight:{side}" in method.blocks
+        }
+        g = layer.weight.grad + method.gradient("layer.weight", sums)
+        grads.append(g if layer is linear else g.t())
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-12)
 
 
 # ---- the book

@@ -56,6 +56,7 @@ def test_a_trainer_with_anchors(tmp_path, residual):
     record = json.loads((tmp_path / "privacy.json").read_text())
     assert record["settings"]["anchors"]["dataset_fingerprint"] == fingerprint(public_text())
     assert fingerprint(public_text()) in (tmp_path / "README.md").read_text()
+    assert AnchorConfig.from_pretrained(tmp_path) == trainer.dp_config.anchors  # saved with the model
 
 
 def test_the_non_private_twin_is_ordinary_training(tmp_path):
@@ -92,6 +93,21 @@ def test_labels_are_drawn_anew_at_every_step_and_are_not_the_datasets():
     assert all(torch.equal(a[name], b[name]) for a, b in zip(first, again, strict=True) for name in a)
     assert not torch.equal(labels, torch.cat([batch["labels"] for batch in later]))
     assert not torch.equal(first[0]["input_ids"], later[0]["input_ids"])
+
+
+def test_own_labels_are_used_on_request_and_must_exist():
+    rows = [row | {"labels": index % 2} for index, row in enumerate(public_text(20))]
+    for labels in ("own", "any"):
+        data = AnchorData(rows, Unlabelled(), zoo.small("bert"), num_anchors=20, max_rows=20, labels=labels)
+        (batch,) = data(0)
+        texts = {tuple(row["input_ids"]): row["labels"] for row in rows}
+        assert [texts[tuple(ids)] for ids in batch["input_ids"].tolist()] == batch["labels"].tolist()
+    with pytest.raises(ValueError, match="`anchor_dataset`.*labels='own'"):
+        next(AnchorData(public_text(), Unlabelled(), zoo.small("bert"), num_anchors=5, max_rows=5, labels="own")(0))
+    data = AnchorData(public_text(), Unlabelled(), zoo.small("bert"), num_anchors=5, max_rows=5, labels="any")
+    assert len(next(data(0))["labels"]) == 5
+    with pytest.raises(ValueError, match="`labels`"):
+        AnchorConfig(labels="true")
 
 
 def test_shared_records_are_refused(tmp_path):
