@@ -52,7 +52,7 @@ KEPT = (".gitattributes",)
 
 # What `from_pretrained` reads, by its exact name: `tokenized_train.json` and `patients_vocab.json` are copies of data
 MODEL = frozenset("config.json generation_config.json model.safetensors model.safetensors.index.json".split())
-ADAPTER = frozenset("adapter_config.json adapter_model.safetensors carrier_config.json".split())
+ADAPTER = frozenset("adapter_config.json adapter_model.safetensors anchor_config.json carrier_config.json".split())
 TOKENIZER = frozenset(
     """
     added_tokens.json bpe.codes byte_maps.json chat_template.jinja chat_template.json dict.txt emoji.json

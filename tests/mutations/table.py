@@ -1280,7 +1280,7 @@ MUTANTS = (
     Mutant(
         "what was declared after a run is not on its card",
         "spending/statement.py",
-        (('("anchors", "noise", "post_processing")', '("anchors", "noise")'),),
+        (('("anchors", "carriers", "noise", "post_processing")', '("anchors", "carriers", "noise")'),),
         "tests/spending/test_bound_to_weights.py::test_what_was_declared_is_on_the_cards_of_descendants",
     ),
     Mutant(
