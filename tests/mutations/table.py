@@ -1357,13 +1357,13 @@ MUTANTS = (
         "a block's scale is not undone after the noise",
         "gradients/method.py",
         (("return sums[name] / self.scales[name] if name in self.scales else sums[name]", "return sums[name]"),),
-        "tests/methods/carriers/test_method.py::test_a_scale_is_undone_after_the_noise_and_leaves_the_noise_as_it_is",
+        "tests/methods/carriers/test_sources.py::test_a_scale_is_undone_after_the_noise_and_leaves_the_noise_as_it_is",
     ),
     Mutant(
         "records are clipped by their norms before the scale, which is above 1",
         "gradients/method.py",
         (("clipping.factors(self.scaled_sq_norms(sq_norms(entries)), ", "clipping.factors(sq_norms(entries), "),),
-        "tests/methods/carriers/test_method.py::test_no_record_changes_the_release_by_more_than_the_clip_norm",
+        "tests/methods/carriers/test_sources.py::test_no_record_changes_the_release_by_more_than_the_clip_norm",
     ),
     Mutant(
         "a block's scale depends on the records: it makes their mean norm 1",
@@ -1391,7 +1391,7 @@ MUTANTS = (
             ),
             ("self.momentum.setdefault(name, Momentum()).add(parts)  # noised", "pass  # noised"),
         ),
-        "tests/methods/carriers/test_method.py::test_carriers_see_private_records_only_through_the_release",
+        "tests/methods/carriers/test_sources.py::test_carriers_see_private_records_only_through_the_release",
     ),
     Mutant(
         "the history of the weights holds gradients before the noise",
@@ -1404,7 +1404,7 @@ MUTANTS = (
                 '        return {f"{name}:{side}": part for side, part in self.carriers[name].project(value)}',
             ),
         ),
-        "tests/methods/carriers/test_method.py::test_carriers_see_private_records_only_through_the_release[history]",
+        "tests/methods/carriers/test_sources.py::test_carriers_see_private_records_only_through_the_release[history]",
     ),
     Mutant(
         "momentum resumes without its average, silently",
@@ -1434,7 +1434,7 @@ MUTANTS = (
         "automatic clipping per layer gives every layer the whole clip norm",
         "mechanism/clipping.py",
         (("share = self.clip_norm / math.sqrt(len(groups))", "share = self.clip_norm / math.sqrt(1)"),),
-        "tests/methods/carriers/test_method.py::test_no_record_changes_the_release_by_more_than_the_clip_norm",
+        "tests/methods/carriers/test_sources.py::test_no_record_changes_the_release_by_more_than_the_clip_norm",
     ),
     Mutant(
         "a group of layers is counted only if the batch reached it",
