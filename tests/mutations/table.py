@@ -500,8 +500,8 @@ MUTANTS = (
         "mechanism/sampling.py",
         (
             (
-                "            yield self.draw(counter)[self.rank :: self.world_size].tolist()",
-                "            if share := self.draw(counter)[self.rank :: self.world_size].tolist():\n"
+                "            yield self.share(counter)",
+                "            if share := self.share(counter):\n"
                 "                yield share",
             ),
         ),
