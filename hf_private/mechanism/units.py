@@ -10,6 +10,7 @@ A unit (patient, customer, conversation) has one record or many. The accountant'
 The k records are chosen anew in each step, as a function of (key, counter), so that no record is left out for good.
 """
 
+import hashlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,11 @@ class Units:
     @property
     def num_records(self) -> int:
         return len(self._order)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal units of equal records; the ids themselves are not in it."""
+        return hashlib.sha256(self.unit_of.tobytes()).hexdigest()
 
     def records(self, unit: int) -> np.ndarray:
         """The records of a unit, in their order."""
@@ -127,23 +133,19 @@ class UnitSampler(PoissonSampler):
 class RowsOfUnits(Dataset):
     """A dataset whose items are all rows of one unit, each of them read by itself.
 
-    Args:
-        hidden: A column that no record keeps: it names the unit, which must not reach the model.
-
-    >>> RowsOfUnits([{"x": 1, "who": "ann"}, {"x": 2, "who": "ann"}], size=1, hidden="who")[[0, 1]]
-    [{'x': 1}, {'x': 2}]
+    >>> RowsOfUnits("abc", size=2)[[0, 2]]
+    ['a', 'c']
     """
 
-    def __init__(self, records: Any, size: int, hidden: str | None = None) -> None:
+    def __init__(self, records: Any, size: int) -> None:
         self._records = records
         self._size = size
-        self._hidden = hidden
 
     def __len__(self) -> int:
         return self._size
 
     def __getitem__(self, index: Sequence[int]) -> list[Any]:
-        return [without(self._records[row], self._hidden) for row in index]
+        return [self._records[row] for row in index]
 
 
 def without(record: Any, column: str | None) -> Any:

@@ -29,6 +29,7 @@ from hf_private.spending.ledger import LedgerError
 from hf_private.spending.lineage import Training, mark, past_of, register, trainings
 from hf_private.spending.run import Plan, Run
 from hf_private.spending.spending import Spending
+from hf_private.spending.units import refuse_other_units
 
 from .resume import check_checkpoint
 
@@ -134,14 +135,17 @@ class PublishingTrainer(Trainer):
         """Open the ledger for the rest of `train()`: earlier training is charged, noise and steps are fixed."""
 
         def opened() -> Plan:
+            past, disjoint = self._past(), self.dp_config.disjoint_data
+            taken_over = past.statements if past and not disjoint else ()
+            refuse_other_units(settings, [self.spending.statement(), *taken_over], disjoint)
             run = self.spending.open(
                 sample_rate,
                 steps,
                 releases,
                 self.dp_config.noise_multiplier,
                 settings=settings,
-                past=self._past(),
-                disjoint_data=self.dp_config.disjoint_data,
+                past=past,
+                disjoint_data=disjoint,
                 checkpoint=self._checkpoint,
             )
             return self._held.enter_context(run).plan

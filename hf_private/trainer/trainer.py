@@ -26,8 +26,9 @@ from hf_private.gradients.method import Method
 from hf_private.gradients.selfcheck import LENGTH, self_check
 from hf_private.mechanism.clipping import Clipping
 from hf_private.mechanism.noise import NoiseSource, reseed_global
-from hf_private.mechanism.sampling import PoissonLoader, PoissonSampler
+from hf_private.mechanism.sampling import PoissonLoader
 from hf_private.mechanism.step import Mechanism
+from hf_private.mechanism.units import as_unit_batch
 from hf_private.methods.gep.config import AnchorConfig
 from hf_private.methods.gep.method import Anchors
 from hf_private.methods.gep.public_data import AnchorBooks, AnchorData, checked_anchors
@@ -37,8 +38,8 @@ from hf_private.spending.lineage import trainings
 from hf_private.spending.spending import LEDGER, Spending
 from hf_private.tasks.heads import base_model
 from hf_private.tasks.losses import LABEL_NAMES, PerSampleLoss
-from hf_private.tasks.micro_batches import LogicalCollator
 from hf_private.tasks.synthetic import synthetic_batch
+from hf_private.tasks.units import UnitColumn
 
 from .callbacks import PrivacyCallback
 from .facts import public_facts
@@ -51,6 +52,7 @@ from .guards import (
     check_ranks,
     check_size,
 )
+from .loading import private_loader
 from .publishing import PublishingTrainer, own_arguments
 from .refusals import refusals
 from .resume import check_layout, last_checkpoint
@@ -137,6 +139,7 @@ class DPTrainer(PublishingTrainer):
         self._keys: Keys | None = None
         self._mechanism: Mechanism | None = None
         self._gradients_checked = False
+        self.unit_column = UnitColumn(dp_config.unit_column)
         optional = {  # passed on if given: the trainer of another library that is mixed in may not take them all
             "model_init": model_init,
             "compute_loss_func": compute_loss_func,
@@ -154,7 +157,7 @@ class DPTrainer(PublishingTrainer):
                 dp_config.target_delta,
                 target_epsilon=dp_config.target_epsilon,
                 accountant=dp_config.accountant,
-                records_per_unit=dp_config.records_per_unit,
+                records_per_unit=dp_config.group_size,
                 writes=args.process_index == 0,
             ),
             ranks=Ranks(),
@@ -175,7 +178,14 @@ class DPTrainer(PublishingTrainer):
         self._check_settings()
         super()._validate_args()
         if self.num_records is not None:
-            check_size(self.expected_batch_size, self.dp_config.target_delta, self.num_records)
+            drawn = self.num_units if self.dp_config.draws_units else self.num_records
+            check_size(self.expected_batch_size, self.dp_config.target_delta, drawn or 0)
+
+    @property
+    def num_units(self) -> int | None:
+        """Number of units in the training set; None if every record is its own unit."""
+        units = self.unit_column.units(self.train_dataset)
+        return None if units is None else len(units)
 
     @property
     def num_records(self) -> int | None:
@@ -199,6 +209,8 @@ class DPTrainer(PublishingTrainer):
     def _check_evaluation(self, *evaluation: Any) -> None:
         for dataset in evaluation if self.dp_config.is_private and not self.dp_config.log_nonprivate else ():
             check_evaluation(dataset, self.train_dataset)
+            if not self.dp_config.disjoint_units:
+                self.unit_column.check_disjoint(dataset, self.train_dataset)
 
     # ---- one run
 
@@ -211,9 +223,8 @@ class DPTrainer(PublishingTrainer):
         self._check_settings()
         config = DPConfig.from_dict(self.dp_config.to_dict())  # its checks, for what was set since
         self.dp_config = self._with_checked_anchors(config)
-        self.spending.set_budget(
-            config.target_epsilon, config.target_delta, config.accountant, config.records_per_unit
-        )
+        self.unit_column.name = config.unit_column
+        self.spending.set_budget(config.target_epsilon, config.target_delta, config.accountant, config.group_size)
         check_ranks(self.ranks, self.args)
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self.ranks.run_on_first(last_checkpoint, self.output_dir)
@@ -225,6 +236,7 @@ class DPTrainer(PublishingTrainer):
                 )
                 self.ranks.assert_equal(dp_config=self.dp_config.to_dict())
                 check_order(self.ranks, self.train_dataset)
+                self.ranks.assert_equal(unit_column=self.unit_column.fingerprint(self.train_dataset))
                 self._keys = self._draw_keys()
                 reseed_global()
                 output = super().train(resume_from_checkpoint, None, ignore_keys_for_eval)
@@ -257,33 +269,28 @@ class DPTrainer(PublishingTrainer):
         if self.train_dataset is None:
             raise ValueError("`train_dataset` must be given to train, got None.")
         dataset: Any = self.train_dataset
-        collator, args = self.data_collator, self.args
+        collator = self.data_collator
         if isinstance(dataset, datasets.Dataset):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collator = self._get_collator_with_removed_columns(collator, description="training")
-        sampler = PoissonSampler(
-            len(dataset),
-            self.expected_batch_size,
-            key=self._keys.sampling if self._keys else None,
-            rank=args.process_index,
-            world_size=args.world_size,
-        )
-        return PoissonLoader(
+        return private_loader(
             dataset,
-            sampler,
-            LogicalCollator(
-                collator,
-                args.per_device_train_batch_size,
-                self.dp_config.micro_batch_tokens,
-                rows_of=(getattr(base_model(self.model), "main_input_name", "input_ids"), *LABEL_NAMES),
-            ),
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory,
-            persistent_workers=args.dataloader_persistent_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
-            multiprocessing_context=args.dataloader_multiprocessing_context,
+            self.unit_column.units(self.train_dataset),
+            collator,
+            self.dp_config,
+            self.args,
+            self.expected_batch_size,
+            rows_of=(getattr(base_model(self.model), "main_input_name", "input_ids"), *LABEL_NAMES),
+            key=self._keys.sampling if self._keys else None,
         )
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """As Trainer does, and the unit's column in any case, in training and in evaluation."""
+        return self.unit_column.removed(super()._remove_unused_columns(dataset, description))
+
+    def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
+        return self.unit_column.hidden_from(super()._get_collator_with_removed_columns(data_collator, description))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Trainer's loader, for anything but the training records, whose metrics would be published without noise."""
@@ -363,7 +370,8 @@ class DPTrainer(PublishingTrainer):
             {
                 **config.to_dict(),
                 "expected_batch_size": self.expected_batch_size,
-                "num_records": self.num_records,
+                "num_records": None if config.draws_units else self.num_records,
+                "num_units": self.num_units,
                 "method": method.describe(),
                 "reproducible": noise.reproducible,
                 "ranks": self.ranks.world_size,
@@ -398,16 +406,14 @@ class DPTrainer(PublishingTrainer):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """One private step on one Poisson batch, a `LogicalBatch`. Returns 0, or the loss if `log_nonprivate`."""
         model.train()
-        switch = getattr(
-            self.optimizer, "train", None
-        )  # of optimizers with two sets of weights, as schedule-free ones
+        switch = getattr(self.optimizer, "train", None)  # of optimizers with two sets of weights (schedule-free)
         if callable(switch):
             switch()
         if self._mechanism is None:  # a complete run was resumed, and Trainer counts one step more before it looks
             self.state.global_step -= 1
             return torch.zeros((), device=self.args.device)
         check_parameters(self._mechanism.model, self._mechanism.parameters)
-        self._mechanism.step(self._prepare_inputs(batch) for batch in inputs.micro_batches)
+        self._mechanism.step(as_unit_batch(part).map(self._prepare_inputs) for part in inputs.micro_batches)
         self._register_run(self._mechanism.model)
         if not self._gradients_checked and inputs.size:
             check_gradients(self._mechanism.model, self.dp_config.is_private)

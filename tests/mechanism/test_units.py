@@ -15,7 +15,7 @@ from hf_private.gradients.persample import Dense
 from hf_private.mechanism.clipping import Clipping
 from hf_private.mechanism.noise import NoiseSource
 from hf_private.mechanism.step import Mechanism
-from hf_private.mechanism.units import RowsOfUnits, UnitBatch, Units, UnitSampler
+from hf_private.mechanism.units import UnitBatch, Units, UnitSampler
 from hf_private.methods.carriers.config import CarrierConfig
 from hf_private.methods.gep.config import AnchorConfig
 from hf_private.methods.gep.public_data import AnchorBooks
@@ -416,8 +416,3 @@ def test_augmented_records_are_fetched_several_times():
     assert all(len(rows) == 3 and len(set(rows)) == 1 for batch in one for rows in batch)
     both = sampler(Units("aab"), expected_batch_size=2, augmentations=2)
     assert sorted(map(len, both.share(0))) == [2, 4]
-
-
-def test_the_column_never_leaves_the_dataset():
-    rows = RowsOfUnits([{"x": 1, "who": "ann"}, 5], size=2, hidden="who")
-    assert rows[[0, 1, 0]] == [{"x": 1}, 5, {"x": 1}] and len(rows) == 2
