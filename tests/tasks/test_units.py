@@ -50,30 +50,32 @@ def test_a_dataset_is_read_by_column_whatever_its_format(kind):
     assert COLUMN.units(data).unit_of.tolist() == ([0, 1, 2, 1] if kind == "shuffled" else [0, 1, 0, 2])
 
 
-MISSING = {
-    "None": None,
-    "NaN": float("nan"),
-    "numpy's NaN": np.float32("nan"),
-    "NaT": pd.NaT,
-    "numpy's NaT": np.datetime64("NaT"),
-    "numpy's NaT, in ns": np.datetime64("NaT", "ns"),
-    "NA": pd.NA,
-    "empty": "",
-    "blank": " \t",
-    "empty bytes": b"",
-    "part of a tuple": ("ward", None),
-    "empty tuple": (),
-    "list": ["a"],
-    "dict": {},
-    "object": object(),
-    "array": np.array([1, 2]),
+MISSING = {  # an id of the same type, and what is none
+    "None": ("secret", None),
+    "NaN": (1.5, float("nan")),
+    "numpy's NaN": (np.float32(1.5), np.float32("nan")),
+    "NaT": (pd.Timestamp(2024, 1, 1), pd.NaT),
+    "numpy's NaT": (np.datetime64("2024-01-01"), np.datetime64("NaT")),
+    "numpy's NaT, in ns": (np.datetime64("2024-01-01", "ns"), np.datetime64("NaT", "ns")),
+    "NA": ("secret", pd.NA),
+    "empty": ("secret", ""),
+    "blank": ("secret", " \t"),
+    "empty bytes": (b"secret", b""),
+    "part of a tuple": (("ward", 1), ("ward", None)),
+    "NaN in a tuple": (("ward", 1.5), ("ward", float("nan"))),
+    "empty tuple": (("ward", 1), ()),
+    "list": ("secret", ["a"]),
+    "dict": ("secret", {}),
+    "object": ("secret", object()),
+    "array": (1, np.array([1, 2])),
 }
 
 
 @pytest.mark.parametrize("name", MISSING)
 def test_an_id_that_is_missing_or_not_comparable_is_refused_by_row(name):
-    with pytest.raises(ValueError, match="`unit_column`.*row 2") as caught:
-        COLUMN.units(rows("secret-1", "secret-2", MISSING[name]))
+    good, missing = MISSING[name]
+    with pytest.raises(ValueError, match="`unit_column`.*got none in row 2") as caught:
+        COLUMN.units(rows(good, good, missing))
     assert "secret" not in str(caught.value)
 
 
