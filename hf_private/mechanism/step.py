@@ -115,7 +115,7 @@ class Mechanism:
             for batch, counts in self.shards.micro_batches(micro_batches):
                 part = as_unit_batch(batch)
                 book.rows_per_record = part.rows
-                losses = part.losses(self.per_sample_loss(self.model, part.batch))
+                losses = part.losses(self.per_sample_loss(self.model, part.batch), book.num_rows)
                 book.backward(losses)
                 entries = book.pop_entries()
                 joined = units.join(entries, losses, part) if counts else None

@@ -190,20 +190,17 @@ class UnitBatch:
         """The same rows after a change, such as a move to another device."""
         return UnitBatch(change(self.batch), self.rows, self.total, self.last)
 
-    def losses(self, losses: Tensor) -> Tensor:
-        """The losses of the units (U,) from those of the rows (U * rows,): their mean, or what is here of it.
+    def losses(self, losses: Tensor, num_rows: int) -> Tensor:
+        """The losses of the units (U,) from those of all `num_rows` rows: their mean, or what is here of it.
 
         Losses (U,) are those of a loss function that combines the rows itself; it needs all of them.
         """
-        if self.rows == 1 and self.whole:
+        if self.whole and losses.shape == (num_rows // self.rows,):
             return losses
-        rows = next(len(value) for value in self.batch.values() if isinstance(value, Tensor) and value.dim())
-        if self.whole and losses.shape == (rows // self.rows,):
-            return losses
-        if losses.shape != (rows,):
+        if losses.shape != (num_rows,):
             raise ValueError(
-                f"The loss must have shape ({rows},), one loss for each row, got {tuple(losses.shape)} for units of"
-                f" {self.total} rows."
+                f"`losses` must have shape ({num_rows},), one loss for each row, got {tuple(losses.shape)} for units"
+                f" of {self.total} rows. A mean over the batch couples the records: use reduction='none'."
             )
         return losses.unflatten(0, (-1, self.rows)).sum(1) / self.total
 

@@ -106,7 +106,7 @@ def test_norms_and_sums_of_units_are_exact(name, units, rows):
     factors = torch.rand(units, dtype=torch.float64) + 0.5
     with BookKeeper(model) as book:
         book.rows_per_record = rows
-        book.backward(UnitBatch(batch, rows, rows).losses(loss(model, batch)))
+        book.backward(UnitBatch(batch, rows, rows).losses(loss(model, batch), units * rows))
         torch.testing.assert_close(book.norms().double(), oracle.norms(wanted).double(), rtol=1e-8, atol=0)
         sums = book.weighted_sum(factors)
     expected = oracle.weighted_sum(wanted, factors)
@@ -290,6 +290,8 @@ def test_rows_that_are_not_whole_units_are_refused():
         make(model, loss).step([UnitBatch(batch, rows=2, total=2)])
     with pytest.raises(ValueError, match="`total`"):
         UnitBatch(batch, rows=2, total=1)
+    with pytest.raises(ValueError, match="`losses`"):
+        make(model, lambda *args: loss(*args).mean()).step([UnitBatch(zoo.make_batch(model, 4), rows=2, total=2)])
     with pytest.raises(ValueError, match="alone"):
         make(model, loss).step([UnitBatch(zoo.make_batch(model, 4), rows=2, total=4)])
 

@@ -1086,7 +1086,7 @@ MUTANTS = (
         (
             ("book.rows_per_record = part.rows", "book.rows_per_record = 1"),
             (
-                "losses = part.losses(self.per_sample_loss(self.model, part.batch))",
+                "losses = part.losses(self.per_sample_loss(self.model, part.batch), book.num_rows)",
                 "losses = self.per_sample_loss(self.model, part.batch)",
             ),
             ("units.join(entries, losses, part) if counts else None", "(entries, losses) if counts else None"),

@@ -11,6 +11,8 @@ from transformers import BertForSequenceClassification
 
 from hf_private.accounting.budget import group_epsilon
 from hf_private.accounting.events import Event
+from hf_private.audit.step import audit_step
+from hf_private.cli.main import main
 from hf_private.config import DPConfig
 from hf_private.publishing.verify import verify
 from hf_private.spending.ledger import LedgerError
@@ -298,3 +300,20 @@ def test_a_batch_larger_than_the_number_of_units_is_refused(tmp_path):
 def test_settings_that_mean_nothing_are_refused(settings, name):
     with pytest.raises(ValueError, match=f"`{name}`"):
         DPConfig(noise_multiplier=1.0, **settings)
+
+
+def test_audits_of_records_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="`unit_column`"):
+        audit_step(trainer(tmp_path))
+    with pytest.raises(ValueError, match="`augmentations`"):
+        audit_step(training.trainer(tmp_path, dp={"augmentations": 2}))
+
+
+def test_releases_per_unit_are_not_composed_with_those_per_record(tmp_path, capsys):
+    for name, dp in (("units", UNITS | {"records_per_unit": 1}), ("records", {"expected_batch_size": 4})):
+        made = training.trainer(tmp_path / f"run {name}", dp=dp, records=records(), max_steps=1)
+        made.train()
+        made.save_model(tmp_path / name)
+    with pytest.raises(SystemExit):
+        main(["compose", str(tmp_path / "units"), str(tmp_path / "records")])
+    assert "unit is one record" in capsys.readouterr().err
