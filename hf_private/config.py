@@ -3,6 +3,7 @@
 import difflib
 import json
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -11,12 +12,16 @@ from hf_private import _validate as validate
 from hf_private.accounting.accountants import ACCOUNTANTS
 from hf_private.mechanism.clipping import MODES
 from hf_private.mechanism.noise import NOISE_KINDS
+from hf_private.mechanism.units import SAMPLINGS
+from hf_private.spending.units import draws_units, group_size
 
 TRAIN_ONLY = ("bias",)
 
 if TYPE_CHECKING:
     from hf_private.methods.targeting import TargetConfig
 
+
+COLUMN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")  # what a card may print
 
 # What other libraries call a field.
 ALIASES = {
@@ -26,6 +31,7 @@ ALIASES = {
     "max_grad_norm": "clip_norm",
     "max_per_sample_grad_norm": "clip_norm",
     "batch_size": "expected_batch_size",
+    "user_column": "unit_column",
 }
 
 
@@ -66,11 +72,34 @@ class DPConfig:
     gamma: float = _help(0.01, "Stabiliser of automatic clipping, factor C / (norm + gamma): AUTO-S. 0 is AUTO-V.")
     expected_batch_size: int | None = _help(
         None,
-        "Mean number of records in a Poisson batch, over all devices. Large is good: as large as you can afford."
+        "Mean number of records (of units, if `unit_sampling` draws those) in a Poisson batch, over all devices. Large"
+        " is good: as large as you can afford."
         " Default: per_device_train_batch_size * gradient_accumulation_steps * number of devices.",
     )
+    unit_column: str | None = _help(
+        None,
+        "Column of the dataset that names who a record belongs to (patient, customer, conversation). Epsilon is then"
+        " per unit, whatever the number of its records. The column does not reach the model.",
+    )
     records_per_unit: int = _help(
-        1, "Largest number of records that one person contributed; epsilon is then per person, not per record."
+        1,
+        "With `unit_column`: at most so many records of one unit count in a step, chosen anew each time. Without: the"
+        " largest number of records that one person contributed; epsilon is then per person, not per record.",
+    )
+    unit_sampling: str = _help(
+        "units",
+        "With `unit_column`: 'units' draws units and clips the mean gradient of each; 'records' draws records, clips"
+        " each, and accounts for a group of `records_per_unit`.",
+        choices=list(SAMPLINGS),
+    )
+    disjoint_units: bool = _help(
+        False,
+        "State that no unit is in both the training and the evaluation data: equal ids there mean different people.",
+    )
+    augmentations: int = _help(
+        1,
+        "Fetch each drawn record so many times, through the dataset's own random transform, and clip the mean gradient"
+        " (De et al. 2022). Costs as much computing, and no privacy.",
     )
     accountant: str = _help(
         "prv",
@@ -150,16 +179,23 @@ class DPConfig:
         validate.positive(clip_norm=self.clip_norm)
         validate.non_negative(gamma=self.gamma)
         validate.one_of((None, *TRAIN_ONLY), train_only=self.train_only)
-        validate.integer_at_least(1, records_per_unit=self.records_per_unit)
+        validate.integer_at_least(1, records_per_unit=self.records_per_unit, augmentations=self.augmentations)
         validate.one_of(MODES, clipping=self.clipping)
         validate.one_of(ACCOUNTANTS, accountant=self.accountant)
         validate.one_of(NOISE_KINDS, noise=self.noise)
+        validate.one_of(SAMPLINGS, unit_sampling=self.unit_sampling)
         validate.one_of(
             (True, False),
             log_nonprivate=self.log_nonprivate,
             check_dataset=self.check_dataset,
             disjoint_data=self.disjoint_data,
+            disjoint_units=self.disjoint_units,
         )
+        if self.unit_column is not None and not COLUMN.fullmatch(str(self.unit_column)):
+            raise ValueError(
+                f"`unit_column` must be a name of letters, digits, '_', '.' and '-', because the card prints it, got"
+                f" {self.unit_column!r}. Rename the column."
+            )
 
     def _check_combinations(self) -> None:
         if self.target_epsilon is None and self.noise_multiplier is None:
@@ -176,6 +212,12 @@ class DPConfig:
             raise ValueError(
                 "`clip_norm` must be finite, got inf. Noise cannot cover an unbounded gradient; only the non-private"
                 " twin, noise_multiplier=0, runs without clipping."
+            )
+        if self.unit_column is None and (self.unit_sampling != "units" or self.disjoint_units):
+            name = "disjoint_units" if self.disjoint_units else "unit_sampling"
+            raise ValueError(
+                f"`{name}` must be left at its default without `unit_column`, got {getattr(self, name)!r}. Name the"
+                " column that says who each record belongs to."
             )
         if self.carriers is not None and self.anchors is not None:
             raise ValueError("Only one of `carriers` and `anchors` may be set, got both. Choose one method.")
@@ -195,6 +237,16 @@ class DPConfig:
     def is_private(self) -> bool:
         """False for the non-private twin, which adds no noise."""
         return self.noise_multiplier != 0
+
+    @property
+    def group_size(self) -> int:
+        """Records of one unit that the accountant counts as a group: 1 where units are drawn and clipped as one."""
+        return group_size(vars(self))
+
+    @property
+    def draws_units(self) -> bool:
+        """Whether `expected_batch_size` counts units, not records."""
+        return draws_units(vars(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""

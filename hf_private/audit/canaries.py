@@ -29,6 +29,7 @@ from hf_private.tasks.micro_batches import LogicalBatch
 from hf_private.trainer.trainer import DPTrainer
 
 from .statistics import CONFIDENCE, OneRun, guess_coins
+from .step import refuse_units
 
 COLUMN = "canary"  # of a record: its canary number from 1 on, 0 if it is no canary, SILENT if it is left out
 SILENT = -1
@@ -122,6 +123,7 @@ class CanaryTrainer(DPTrainer):
         super().__init__(*args, **kwargs)
         if self.model is None or self.model_init is not None:
             raise ValueError("`model_init` must be None in an audit: build the model before the trainer.")
+        refuse_units(self.dp_config)
         if math.isinf(self.dp_config.clip_norm):
             raise ValueError("`clip_norm` must be finite in an audit, got inf: there is no bound to test.")
         numbers = np.where(coins, np.arange(1, len(coins) + 1), SILENT)

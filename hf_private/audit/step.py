@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hf_private.config import DPConfig
 from hf_private.distributed.ranks import Ranks
 from hf_private.gradients.bookkeeper import BookKeeper
 from hf_private.gradients.coverage import Entry, coverage
@@ -73,6 +74,7 @@ class StepReport:
 
 def audit_step(trainer: DPTrainer, records: int = 8) -> StepReport:
     """Examine one step on the first `records` records of a trainer. Do not train with this trainer afterwards."""
+    refuse_units(trainer.dp_config)
     loader, model = trainer.get_train_dataloader(), trainer.model
     data: Any = loader.dataset
     collator = loader.collate_fn
@@ -86,6 +88,16 @@ def audit_step(trainer: DPTrainer, records: int = 8) -> StepReport:
         trainer.create_method(),
         lambda batch: trainer._prepare_inputs(dict(batch)),
     )
+
+
+def refuse_units(config: DPConfig) -> None:
+    """Audits remove or add records, so they say nothing about units of several."""
+    for name in ("unit_column", "augmentations"):
+        if getattr(config, name) not in (None, 1):
+            raise ValueError(
+                f"`{name}` must be left at its default in an audit, got {getattr(config, name)!r}: audits test the"
+                " influence of one record. Audit the same run without it."
+            )
 
 
 def examine(

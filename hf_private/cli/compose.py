@@ -97,7 +97,7 @@ def read_releases(models: list[str]) -> dict[str, dict[str, Any]]:
             raise UsageError(
                 f"argument PATH_OR_REPO: {ledgers[head]!r} and {model!r} share one ledger: pass one of them"
             )
-        if statement["privacy_unit"]["records_per_unit"] > 1:
+        if statement["privacy_unit"]["unit"] != "record":
             raise UsageError(f"argument PATH_OR_REPO: must be releases whose unit is one record, got {model!r}")
         if statement["tuning"]["law"] not in (None, "fixed"):
             raise UsageError(

@@ -8,7 +8,7 @@ ranks, layer by layer, so that each rank keeps its rows. And these rows get thei
 Blocks that are not parameters (gradient carriers) are small: every rank holds them whole.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -22,7 +22,7 @@ from hf_private.gradients.tensors import accumulation_dtype
 
 from .ranks import Ranks
 
-Batch = Mapping[str, Any]
+Batch = Any  # whatever the mechanism takes for a micro-batch
 T = TypeVar("T")
 
 

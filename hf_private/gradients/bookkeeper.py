@@ -43,6 +43,10 @@ class BookKeeper:
         self.guessed: set[str] = set()
         self.attribution = Attribution(model)
         self.sharded = False
+        # Rows of the model's inputs that belong to each record of the book, one record after the other. There are
+        # several where the book's records are people with several rows, augmented rows or pairs. The caller sets it
+        # before each call of the model; `losses` then has one entry for each record, not for each row.
+        self.rows_per_record = 1
         self._batch_size: int | None = None
         self._entries: dict[str, PerSample] = {}
         self._parameters: dict[str, nn.Parameter] = {}
@@ -115,7 +119,7 @@ class BookKeeper:
         tensors = (x for x in (main, *args, *kwargs.values()) if isinstance(x, Tensor) and x.dim())
         first = next(tensors, None)
         if module is not self.model:
-            if first is not None and self._batch_size and len(first) and len(first) % self._batch_size == 0:
+            if first is not None and self._batch_size and len(first) and len(first) % self.num_rows == 0:
                 self.leading = len(first)
             return
         if first is None or len(first) == 0:
@@ -123,11 +127,18 @@ class BookKeeper:
                 "`model` must be called with at least one record, got none"
                 f" (arguments: {sorted(kwargs) or len(args)}). If the dataset is text, tokenize it first."
             )
-        if self._batch_size not in (None, len(first)):
+        records, rest = divmod(len(first), self.rows_per_record)
+        if rest:
             raise ValueError(
-                f"`model` must be called with {self._batch_size} records, as before in this book, got {len(first)}."
+                f"`rows_per_record` must divide the rows that `model` is called with, got {self.rows_per_record} for"
+                f" {len(first)} rows."
             )
-        self._batch_size = self.leading = len(first)
+        if self._batch_size not in (None, records):
+            raise ValueError(
+                f"`model` must be called with {self._batch_size} records, as before in this book, got {records}."
+            )
+        self._batch_size = records
+        self.leading = len(first)
         self.attribution.begin(args, kwargs)
 
     @property
@@ -136,6 +147,11 @@ class BookKeeper:
         if self._batch_size is None:
             raise RuntimeError("`batch_size` is known after a call of the model itself, not of a module inside it.")
         return self._batch_size
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows in the batch that the model was called with."""
+        return self.batch_size * self.rows_per_record
 
     @property
     def drops_inputs(self) -> bool:

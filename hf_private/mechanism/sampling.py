@@ -16,7 +16,7 @@ from hf_private._validate import integer_at_least
 from hf_private.randomness import Key, reseed_global
 
 
-class PoissonSampler(Sampler[list[int]]):
+class PoissonSampler(Sampler[list[Any]]):
     """Batch sampler whose batch number `counter` is a function of (key, counter) alone.
 
     All ranks make the same draw, and each takes its share of it: a union of separate draws could contain a record
@@ -112,14 +112,18 @@ class PoissonSampler(Sampler[list[int]]):
             )
         self._epoch = epoch
 
-    def __iter__(self) -> Iterator[list[int]]:
-        """This rank's share of each draw of the pass. Without `set_epoch`, a pass continues after the last one."""
+    def __iter__(self) -> Iterator[list[Any]]:
+        """This rank's part of each draw of the pass. Without `set_epoch`, a pass continues after the last one."""
         # DataLoader may call iter() and discard the result: the pass starts when the first batch is requested.
         epoch = self._epoch
         self._epoch = self._first_unused_epoch = epoch + 1
         reseed_global()  # augmentation inside the dataset runs before any collator
         for counter in range(epoch * len(self), (epoch + 1) * len(self)):
-            yield self.draw(counter)[self.rank :: self.world_size].tolist()
+            yield self.share(counter)
+
+    def share(self, counter: int) -> list[Any]:
+        """This rank's part of a draw, possibly empty."""
+        return self.draw(counter)[self.rank :: self.world_size].tolist()
 
 
 class OneByOne(Dataset):
@@ -135,7 +139,7 @@ class OneByOne(Dataset):
     def __len__(self) -> int:
         return len(self.records)  # pyrefly: ignore[bad-argument-type]  # torch's Dataset declares no __len__
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         return self.records[index]
 
 

@@ -3,6 +3,7 @@
     charge the ledger                                         the step is paid for before anything is computed
     for each micro-batch of the Poisson draw:
         forward, backward, a book of (a, ds)                  bookkeeping
+        (rows of one unit: their mean loss, one entry)        `units.UnitBatch`
         per-sample norms -> clip factors -> clipped sum       sensitivity: clip_norm
     sum over ranks
     add Gaussian noise, once                                  standard deviation: noise_multiplier * clip_norm
@@ -24,24 +25,27 @@ from hf_private.distributed.fsdp import Shards, run_collectively
 from hf_private.distributed.ranks import Ranks
 from hf_private.gradients.bookkeeper import BookKeeper
 from hf_private.gradients.method import Full, Method
+from hf_private.gradients.persample import PerSample, sq_norms
 from hf_private.gradients.tensors import accumulation_dtype, full_precision
 
 from .clipping import Clipping
 from .noise import NoiseSource, reseed_global
+from .units import UnitBatch, WholeUnits, as_unit_batch
 
-Batch = Mapping[str, Any]
-PerSampleLossFn = Callable[[nn.Module, Batch], Tensor]
+Batch = Mapping[str, Any] | UnitBatch
+PerSampleLossFn = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 
 
 class Mechanism:
     """The Gaussian mechanism on Poisson samples: clip, sum, noise, divide; writes `.grad` and nothing else.
 
-    `per_sample_loss(model, batch)` returns the losses (N,) of a micro-batch. `charge(event)` writes the step to the
-    ledger and raises an error if the budget does not permit it. `ranks` defaults to torch's process group. A model
-    under FSDP2 also needs `dummy()`, which makes a public micro-batch for ranks that have run out of records.
+    `per_sample_loss(model, batch)` returns the losses (N,) of the rows of a micro-batch. Each row is a record, unless
+    the micro-batch is a `UnitBatch`, whose units have several rows and are clipped as one. `charge(event)` writes the
+    step to the ledger and raises an error if the budget does not permit it. `ranks` defaults to torch's process group.
+    A model under FSDP2 also needs `dummy()`, which makes a public micro-batch for ranks that have run out of records.
 
     Guarantee: the release of one step has L2 sensitivity `clipping.clip_norm` with respect to adding or removing one
-    record of the sample (each part its own norm, for methods with several parts), and Gaussian noise of
+    record of the sample, or one unit (each part its own norm, for methods with several parts), and Gaussian noise of
     `noise_multiplier` times that. Micro-batches and ranks change the speed only.
     """
 
@@ -106,15 +110,21 @@ class Mechanism:
         sums: dict[str, Tensor] = {}
         if self.nonprivate is not None:
             self.nonprivate = {"loss_sum": 0.0, "batch_size": 0, "nonfinite_records": 0}
+        units = WholeUnits()
         with BookKeeper(self.model, self.method) as book:
             for batch, counts in self.shards.micro_batches(micro_batches):
-                losses = self.per_sample_loss(self.model, batch)
+                part = as_unit_batch(batch)
+                book.rows_per_record = part.rows
+                losses = part.losses(self.per_sample_loss(self.model, part.batch), book.num_rows)
                 book.backward(losses)
-                if self.nonprivate is not None and counts:
-                    _note_nonprivate(self.nonprivate, losses.detach(), book.norms())
                 entries = book.pop_entries()
-                if not counts:  # the gradients of a dummy
+                joined = units.join(entries, losses, part) if counts else None
+                if joined is None:  # the gradients of a dummy, or a part of a unit
                     entries.clear()
+                else:
+                    entries, losses = joined
+                    if self.nonprivate is not None:
+                        _note_nonprivate(self.nonprivate, losses.detach(), entries)
                 entries = self.shards.scattered(entries, self.method.blocks, len(losses))
                 if entries:
                     self.method.add_clipped_sums(entries, self.clipping, sums)
@@ -127,8 +137,8 @@ class Mechanism:
         return {block: sums[block] for block in self.method.blocks}  # the same order on every rank
 
 
-def _note_nonprivate(totals: dict[str, float], losses: Tensor, norms: Tensor) -> None:
-    finite = torch.isfinite(losses) & torch.isfinite(norms)
+def _note_nonprivate(totals: dict[str, float], losses: Tensor, entries: Mapping[str, PerSample]) -> None:
+    finite = torch.isfinite(losses) & torch.isfinite(torch.stack([*sq_norms(entries).values()]).sum(0))
     totals["loss_sum"] += losses.where(finite, 0).sum().item()
     totals["batch_size"] += len(losses)
     totals["nonfinite_records"] += int((~finite).sum())

@@ -10,6 +10,7 @@ from typing import Any
 from hf_private.accounting.budget import delta_curve
 from hf_private.accounting.events import Event
 from hf_private.spending.statement import STATEMENT, rebuild, round_up
+from hf_private.spending.units import draws_units, unit_of
 
 from .findings import UNKNOWN, WRONG, Found
 from .words import in_own_words, is_known
@@ -106,11 +107,17 @@ def check_consistency(statement: dict[str, Any]) -> Found:
         if runs and name in runs[-1] and runs[-1][name] != statement["settings"].get(name):
             got, ran = statement["settings"].get(name), runs[-1][name]
             yield WRONG, f"`settings.{name}` is {got!r}, the last run's is {ran!r}"
+    number = statement["dataset"].get("num_units")
+    if runs and runs[-1].get("num_units") != number:
+        yield WRONG, f"`dataset.num_units` is {number}, the last run's is {runs[-1].get('num_units')}"
     for index, run in enumerate(runs):
-        records = run.get("num_records", statement["dataset"]["num_records"])
+        what = "units" if draws_units(run) else "records"
+        count = run.get(f"num_{what}", statement["dataset"].get(f"num_{what}"))
         size, rate = run.get("expected_batch_size"), run.get("sample_rate")
-        if records and size and rate and not math.isclose(size / records, rate, rel_tol=1e-9):
-            yield WRONG, f"`runs[{index}].sample_rate` is {rate}, {size} of {records} records are {size / records:.6g}"
+        if count and size and rate and not math.isclose(size / count, rate, rel_tol=1e-9):
+            yield WRONG, f"`runs[{index}].sample_rate` is {rate}, {size} of {count} {what} are {size / count:.6g}"
+        if unit_of(run) != unit_of(statement["settings"]):
+            yield WRONG, f"`runs[{index}].unit_column` and what belongs to it are not those of `settings`"
     planned = [(run["sample_rate"], run["noise_multiplier"]) for run in runs if run.get("sample_rate")]
     if statement["ledger"].get("continues") or not planned:  # runs of a base model are not listed here
         return

@@ -60,6 +60,10 @@ def yaml_block(statement: dict[str, Any]) -> dict[str, Any]:
         "steps": [phase["steps"] for phase in phases],
         "record": STATEMENT,
         "record_sha256": hashlib.sha256(to_text(statement).encode()).hexdigest(),
+    } | {
+        f"unit_{name}": statement["privacy_unit"][name]
+        for name in ("column", "sampling")
+        if name in statement["privacy_unit"]
     }
 
 
@@ -76,11 +80,17 @@ def template_fields(statement: dict[str, Any]) -> dict[str, str]:
     ledger = statement["ledger"]
     randomness = statement["randomness"]
     note = statement["accounting"]["note"]
-    k = statement["privacy_unit"]["records_per_unit"]
+    unit = statement["privacy_unit"]
+    alone = unit["records_per_unit"] == 1 or unit.get("sampling") == "units"  # the accountants' numbers are per unit
     in_line = {
         "epsilon": guarantee["epsilon"],
         "delta": guarantee["delta"],
-        "unit": "record" if k == 1 else f"person with up to {k} records",
+        "unit": _unit(unit),
+        "drawn": "units" if unit.get("sampling") == "units" else "records",
+        "size": f"{unit['num_units']:,} units"
+        if unit.get("sampling") == "units"
+        else f"{dataset['num_records']} records",
+        "curve_unit": "unit" if unit.get("sampling") == "units" else "record",
         "odds": _best_guess(guarantee),
         **_attacks(guarantee.get("risk") or {}),
         "reasons": "; ".join(statement["not_private_because"]),
@@ -104,15 +114,33 @@ def template_fields(statement: dict[str, Any]) -> dict[str, str]:
         "ledger_length": ledger["length"],
         "ledger_head": _code((ledger["head"] or "")[:16]),
         "versions": ", ".join(f"{name} {version}" for name, version in statement["versions"].items()),
-        "curve_note": "" if k == 1 and not statement["tuning"]["runs"] else ", of this run alone",
+        "curve_note": "" if alone and not statement["tuning"]["runs"] else ", of this run alone",
     }
     blocks = {
+        "unit_row": _unit_row(unit),
         "quoted_reasons": "\n".join(f"> - {reason}" for reason in statement["not_private_because"]),
         "not_covered": _bullets(statement["scope"]["not_covered"]),
         "caveats": _bullets(statement["caveats"] or ["Nothing beyond the above."]),
         "curve_table": _curve_table(guarantee["curve"]),
     }
     return {name: _cell(value) for name, value in in_line.items()} | blocks
+
+
+def _unit(unit: dict[str, Any]) -> str:
+    """What epsilon is per, as a noun."""
+    if unit.get("column"):
+        return f"`{unit['column']}`"
+    k = unit["records_per_unit"]
+    return "record" if k == 1 else f"person with up to {k} records"
+
+
+def _unit_row(unit: dict[str, Any]) -> str:
+    """A row of the table for a unit that a column names; empty otherwise."""
+    if not unit.get("column"):
+        return ""
+    k = unit["records_per_unit"]
+    most = f"at most {k} record{'' if k == 1 else 's'} of one in a step; {unit['sampling']} are drawn"
+    return f"\n| Privacy unit | per `{unit['column']}`; {unit['num_units']:,} units; {most} |"
 
 
 def _cell(value: Any) -> str:

@@ -14,6 +14,7 @@ from hf_private.accounting.events import Event
 
 from .ledger import LedgerError, PrivacyLedger
 from .statement import admitted
+from .units import unit_of_statement
 
 Statement = dict[str, Any]
 Cost = dict[str, Any]
@@ -54,6 +55,9 @@ def cost_of(statement: Statement) -> Cost:
     cost["private"] = bool(statement.get("private", True))
     if (statement.get("tuning") or {}).get("runs"):
         cost["tuning"] = statement["tuning"]
+    unit = unit_of_statement(statement)
+    if unit is not None:
+        cost["unit"] = list(unit)
     return {**cost, **admitted(statement)}
 
 

@@ -22,15 +22,19 @@ from hf_private.accounting.events import Event
 from hf_private.accounting.risk import risk
 from hf_private.methods.registry import describe_method
 
+from .units import group_size
+
 STATEMENT = "privacy.json"
 SCHEMA_VERSION = 1
 CURVE = tuple(step / 10 for step in range(1, 17))  # points of delta(epsilon), as multiples of the claimed epsilon
 
+MORE_RECORDS = "people who contributed more records than the privacy unit says"
+OTHER_UNITS = "people whose records have several values of the unit's column, or share a record with others"
 NOT_COVERED = (
     "what the base model and the tokenizer were trained on",
     "the evaluation data, and the metrics measured on it",
     "settings that were chosen by looking at results on the private data, unless charged under `tuning`",
-    "people who contributed more records than the privacy unit says",
+    MORE_RECORDS,
     "the size of the training set, which is treated as public",
     "how long training took, which its logs and the times of its files show",
 )
@@ -97,9 +101,9 @@ def build_statement(facts: dict[str, Any], weights: dict[str, str]) -> dict[str,
     settings, dataset, runs = facts["settings"], facts["dataset"], facts["runs"]
     events = [Event.from_dict(event) for event in facts["ledger"]["events"]]
     reasons = not_private(events, runs)
-    delta, unit = settings["target_delta"], settings["records_per_unit"]
+    delta, group = settings["target_delta"], group_size(settings)
     report = epsilon(events, delta)
-    spent = _spent(events, delta, unit, report.epsilon, facts["tuning"])
+    spent = _spent(events, delta, group, report.epsilon, facts["tuning"])
     if not reasons and math.isinf(spent):
         reasons = ["no accountant gives a finite epsilon"]
     claimed = math.inf if reasons else round_up(spent)
@@ -117,15 +121,17 @@ def build_statement(facts: dict[str, Any], weights: dict[str, str]) -> dict[str,
                 for name, (low, middle, up) in sorted(report.bounds.items())
             },
             "curve": _curve(events, report.epsilon),
-            "risk": None if reasons else _risk(events, delta, unit, facts["tuning"]),
+            "risk": None if reasons else _risk(events, delta, group, facts["tuning"]),
         },
-        "privacy_unit": {"unit": "record" if unit == 1 else "person", "records_per_unit": unit},
+        "privacy_unit": _privacy_unit(settings, dataset),
         "adjacency": "add-or-remove-one",
         "setting": "central: whoever trains is trusted, everybody who sees the result is not",
         "scope": {
             "base_model": facts.get("base_model"),
             "released": ["the weights in this folder", "all earlier checkpoints of the run", "epsilon"],
-            "not_covered": list(NOT_COVERED),
+            "not_covered": [
+                OTHER_UNITS if text == MORE_RECORDS and settings.get("unit_column") else text for text in NOT_COVERED
+            ],
         },
         "mechanism": {
             "method": describe_method(settings, facts.get("peft"), runs[-1].get("method") if runs else None),
@@ -171,10 +177,10 @@ def build_statement(facts: dict[str, Any], weights: dict[str, str]) -> dict[str,
     return plain(statement)
 
 
-def _risk(events: list[Event], delta: float, unit: int, tuning: dict[str, Any]) -> dict[str, Any]:
+def _risk(events: list[Event], delta: float, group: int, tuning: dict[str, Any]) -> dict[str, Any]:
     """Upper bounds on what an attacker can learn, of all runs that are charged."""
     runs, law = tuning["runs"] or 1, tuning["law"] or "fixed"
-    return risk(events, delta, unit, runs=runs, law=law if runs > 1 else "fixed").to_dict()
+    return risk(events, delta, group, runs=runs, law=law if runs > 1 else "fixed").to_dict()
 
 
 def rebuild(statement: dict[str, Any]) -> dict[str, Any]:
@@ -204,14 +210,15 @@ def not_private(events: list[Event], runs: list[dict[str, Any]]) -> list[str]:
 def caveats(statement: dict[str, Any]) -> list[str]:
     """What weakens a claim, or is easily misunderstood about it."""
     found, guarantee = [], statement["guarantee"]
-    n = statement["dataset"]["num_records"]
+    n = statement["dataset"].get("num_units") or statement["dataset"]["num_records"]
     if 10 < float(guarantee["epsilon"]) < math.inf:
         found.append("Epsilon is above 10: the formal guarantee is weak, whatever attacks achieve today.")
     if n and guarantee["delta"] >= 1 / n:
-        found.append(f"Delta is not below 1 / {n}: publishing one record at random would satisfy it.")
+        what = "record" if statement["privacy_unit"]["unit"] != "unit" else "unit"
+        found.append(f"Delta is not below 1 / {n}: publishing one {what} at random would satisfy it.")
     if statement["tuning"]["runs"] is None:
         found.append("It is not recorded how many runs were tried before this one; none of them is charged.")
-    if statement["privacy_unit"]["records_per_unit"] == 1:
+    if statement["privacy_unit"]["unit"] == "record":
         found.append("The unit is one record: a person with several records is protected less.")
     if statement["randomness"]["noise"] != "secure":
         found.append("The noise came from a generator that is not cryptographic.")
@@ -286,6 +293,20 @@ def statement_on_hub(repo: str, revision: str | None = None) -> Path | None:
         return None
     except Exception as error:  # whatever the network and the server may do
         raise ConnectionError(str(error).splitlines()[0]) from error
+
+
+def _privacy_unit(settings: dict[str, Any], dataset: dict[str, Any]) -> dict[str, Any]:
+    """What epsilon is per: a record, a person with up to k records, or a value of a column."""
+    k = settings["records_per_unit"]
+    if settings.get("unit_column") is None:
+        return {"unit": "record" if k == 1 else "person", "records_per_unit": k}
+    return {
+        "unit": "unit",
+        "records_per_unit": k,
+        "column": settings["unit_column"],
+        "num_units": dataset["num_units"],
+        "sampling": settings["unit_sampling"],
+    }
 
 
 def _spent(events: list[Event], delta: float, unit: int, one: float, tuning: dict[str, Any]) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from hf_private._validate import integer_at_least
+from hf_private.mechanism.units import UnitBatch
 from hf_private.randomness import reseed_global
 
 from .losses import LABEL_NAMES
@@ -35,7 +36,7 @@ class LogicalBatch:
 
     def __init__(self, micro_batches: list[Any], size: int) -> None:
         self.micro_batches = micro_batches
-        self.size = size  # records in all micro-batches together
+        self.size = size  # records (or units) in all micro-batches together
 
     def __contains__(self, item: object) -> bool:
         return False
@@ -76,6 +77,26 @@ class LogicalCollator:
         reseed_global()  # masking collators draw from the global generators
         parts = split([length_of(feature) for feature in features], self.max_rows, self.max_tokens)
         return LogicalBatch([self.collate([features[i] for i in part]) for part in parts], size=len(features))
+
+    def collate_units(self, units: list[list[Any]]) -> LogicalBatch:
+        """The same for units of several rows each: whole units in a micro-batch, all with as many rows.
+
+        A unit that is too large for one micro-batch has several of its own, one after the other.
+        """
+        reseed_global()
+        micro_batches = []
+        for rows in sorted({len(unit) for unit in units}, reverse=True):
+            alike = [unit for unit in units if len(unit) == rows]
+            longest = [max(map(length_of, unit)) for unit in alike]
+            for part in split(longest, self.max_rows, self.max_tokens, rows):
+                in_part = [row for i in part for row in alike[i]]
+                # one unit, cut into chunks if it is too large
+                most = len(in_part) if len(part) > 1 else most_rows(longest[part[0]], self.max_rows, self.max_tokens)
+                for first in range(0, len(in_part), most):
+                    chunk = in_part[first : first + most]
+                    last = first + most >= len(in_part)
+                    micro_batches.append(UnitBatch(self.collate(chunk), len(chunk) // len(part), rows, last))
+        return LogicalBatch(micro_batches, size=len(units))
 
     def collate(self, records: list[Any]) -> Any:
         """One micro-batch, with one row for each record."""
@@ -161,8 +182,15 @@ def _grows(marks: Sequence[int], sizes: Sequence[int]) -> bool:
     return all(less < more for less, more in itertools.pairwise(ordered))
 
 
-def split(lengths: Sequence[int], max_rows: int, max_tokens: int | None = None) -> list[list[int]]:
+def most_rows(longest: int, max_rows: int, max_tokens: int | None) -> int:
+    """How many rows of this length fit into a micro-batch: one at least."""
+    return max_rows if max_tokens is None else min(max_rows, max(1, max_tokens // max(1, longest)))
+
+
+def split(lengths: Sequence[int], max_rows: int, max_tokens: int | None = None, rows_each: int = 1) -> list[list[int]]:
     """Positions of the records by micro-batch, longest first: if memory runs out, it does so in the first one.
+
+    The same for units of `rows_each` rows, of which `lengths` are the longest: at least one unit in each micro-batch.
 
     >>> split([3, 9, 4, 2], max_rows=3, max_tokens=8)
     [[1], [2, 0], [3]]
@@ -170,10 +198,9 @@ def split(lengths: Sequence[int], max_rows: int, max_tokens: int | None = None) 
     order = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable").tolist()
     parts, first = [], 0
     while first < len(order):
-        longest = max(1, lengths[order[first]])
-        rows = max_rows if max_tokens is None else min(max_rows, max(1, max_tokens // longest))
-        parts.append(order[first : first + rows])
-        first += rows
+        count = max(1, most_rows(lengths[order[first]], max_rows, max_tokens) // rows_each)
+        parts.append(order[first : first + count])
+        first += count
     return parts
 
 

@@ -79,6 +79,8 @@ class EvaluationGuard:
         """Refuse the training set itself; this takes no time."""
         if self._on:
             check_evaluation(evaluation, self.trainer.train_dataset)
+            if not self.trainer.dp_config.disjoint_units:
+                self.trainer.unit_column.check_disjoint(evaluation, self.trainer.train_dataset)
 
     def check_content(self, evaluation: Any) -> None:
         """Refuse a dataset, or a dict of them, whose records are training records."""

@@ -29,7 +29,9 @@ def public_facts(trainer: "DPTrainer") -> dict[str, Any]:
         "dataset": {
             # no fingerprint: a hash of the records is a function of them, and not a private one
             "name": getattr(info, "dataset_name", None) or getattr(info, "builder_name", None),
-            "num_records": trainer.num_records,
+            # where units are drawn, the number of records shows how many somebody has
+            "num_records": None if trainer.dp_config.draws_units else trainer.num_records,
+            **({} if trainer.num_units is None else {"num_units": trainer.num_units}),
         },
         "evaluation": {
             "covered": False,

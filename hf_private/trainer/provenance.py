@@ -27,6 +27,7 @@ from hf_private.spending.registry import (
 )
 from hf_private.spending.run import Plan, Run
 from hf_private.spending.statement import POST_PROCESSING
+from hf_private.spending.units import refuse_other_units
 from hf_private.tasks.heads import base_model
 
 from .resume import check_checkpoint
@@ -129,14 +130,17 @@ class Provenance:
         declared = {"post_processing": self.post_processing} if self.post_processing else {}
 
         def opened() -> Plan:
+            past, disjoint = self._past(), trainer.dp_config.disjoint_data
+            taken_over = past.statements if past and not disjoint else ()
+            refuse_other_units(settings, [spending.statement(), *taken_over], disjoint)
             run = spending.open(
                 sample_rate,
                 steps,
                 releases,
                 trainer.dp_config.noise_multiplier,
                 settings={**settings, **declared},
-                past=self._past(),
-                disjoint_data=trainer.dp_config.disjoint_data,
+                past=past,
+                disjoint_data=disjoint,
                 checkpoint=self._checkpoint,
             )
             return self._held.enter_context(run).plan

@@ -26,8 +26,9 @@ from hf_private.gradients.method import Method
 from hf_private.gradients.selfcheck import LENGTH, self_check
 from hf_private.mechanism.clipping import Clipping
 from hf_private.mechanism.noise import NoiseSource, reseed_global
-from hf_private.mechanism.sampling import PoissonLoader, PoissonSampler
+from hf_private.mechanism.sampling import PoissonLoader
 from hf_private.mechanism.step import Mechanism
+from hf_private.mechanism.units import as_unit_batch
 from hf_private.methods.carriers.method import Carriers
 from hf_private.methods.gep.method import Anchors
 from hf_private.methods.gep.public_data import AnchorBooks, AnchorData, checked_anchors
@@ -36,6 +37,7 @@ from hf_private.randomness import Key
 from hf_private.spending.spending import LEDGER, Spending
 from hf_private.tasks.losses import LABEL_NAMES, PerSampleLoss
 from hf_private.tasks.micro_batches import LogicalCollator
+from hf_private.tasks.units import UnitColumn
 
 from .callbacks import PrivacyCallback, UpdateCallback
 from .data_guards import EvaluationGuard, check_data, main_input, public_batch
@@ -50,6 +52,7 @@ from .guards import (
     check_size,
 )
 from .interruption import GracefulStop
+from .loading import private_loader
 from .log_filter import LogFilter
 from .publishing import PublishingTrainer, own_arguments
 from .refusals import refusals, refused_overrides
@@ -137,6 +140,7 @@ class DPTrainer(PublishingTrainer):
         self._keys: Keys | None = None
         self._mechanism: Mechanism | None = None
         self._gradients_checked = False
+        self.unit_column = UnitColumn(dp_config.unit_column)
         optional = {  # passed on if given: the trainer of another library that is mixed in may not take them all
             "model_init": model_init,
             "compute_loss_func": compute_loss_func,
@@ -154,7 +158,7 @@ class DPTrainer(PublishingTrainer):
                 dp_config.target_delta,
                 target_epsilon=dp_config.target_epsilon,
                 accountant=dp_config.accountant,
-                records_per_unit=dp_config.records_per_unit,
+                records_per_unit=dp_config.group_size,
                 writes=args.process_index == 0,
             ),
             ranks=Ranks(),
@@ -182,7 +186,14 @@ class DPTrainer(PublishingTrainer):
         self._check_settings()
         super()._validate_args()
         if self.num_records is not None:
-            check_size(self.expected_batch_size, self.dp_config.target_delta, self.num_records)
+            drawn = self.num_units if self.dp_config.draws_units else self.num_records
+            check_size(self.expected_batch_size, self.dp_config.target_delta, drawn or 0)
+
+    @property
+    def num_units(self) -> int | None:
+        """Number of units in the training set; None if every record is its own unit."""
+        units = self.unit_column.units(self.train_dataset)
+        return None if units is None else len(units)
 
     @property
     def num_records(self) -> int | None:
@@ -214,9 +225,8 @@ class DPTrainer(PublishingTrainer):
         self._check_settings()
         config = DPConfig.from_dict(self.dp_config.to_dict())  # its checks, for what was set since
         self.dp_config = self._with_checked_anchors(config)
-        self.spending.set_budget(
-            config.target_epsilon, config.target_delta, config.accountant, config.records_per_unit
-        )
+        self.unit_column.name = config.unit_column
+        self.spending.set_budget(config.target_epsilon, config.target_delta, config.accountant, config.group_size)
         self.log_filter.config = self.dp_config
         self.log_filter.keep_first(self.callback_handler)
         check_ranks(self.ranks, self.args)
@@ -230,6 +240,7 @@ class DPTrainer(PublishingTrainer):
                 )
                 self.ranks.assert_equal(dp_config=self.dp_config.to_dict())
                 check_order(self.ranks, self.train_dataset)
+                self.ranks.assert_equal(unit_column=self.unit_column.fingerprint(self.train_dataset))
                 self.evaluation_guard.forget()
                 self.evaluation_guard.check_content(self.eval_dataset)
                 self._keys = self._draw_keys()
@@ -270,13 +281,6 @@ class DPTrainer(PublishingTrainer):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collator = self._get_collator_with_removed_columns(collator, description="training")
-        sampler = PoissonSampler(
-            len(dataset),
-            self.expected_batch_size,
-            key=self._keys.sampling if self._keys else None,
-            rank=args.process_index,
-            world_size=args.world_size,
-        )
         logical = LogicalCollator(
             collator,
             args.per_device_train_batch_size,
@@ -284,16 +288,22 @@ class DPTrainer(PublishingTrainer):
             rows_of=(main_input(self.model), *LABEL_NAMES, *(args.label_names or ())),
         )
         check_data(self, dataset, logical, all_records=self._keys is not None)
-        return PoissonLoader(
+        return private_loader(
             dataset,
-            sampler,
+            self.unit_column.units(self.train_dataset),
             logical,
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory,
-            persistent_workers=args.dataloader_persistent_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
-            multiprocessing_context=args.dataloader_multiprocessing_context,
+            self.dp_config,
+            args,
+            self.expected_batch_size,
+            key=self._keys.sampling if self._keys else None,
         )
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """As Trainer does, and the unit's column in any case, in training and in evaluation."""
+        return self.unit_column.removed(super()._remove_unused_columns(dataset, description))
+
+    def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
+        return self.unit_column.hidden_from(super()._get_collator_with_removed_columns(data_collator, description))
 
     def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> Any:
         """Trainer's loop of `evaluate` and `predict`, for anything but the training records: their metrics would be
@@ -381,7 +391,8 @@ class DPTrainer(PublishingTrainer):
             {
                 **config.to_dict(),
                 "expected_batch_size": self.expected_batch_size,
-                "num_records": self.num_records,
+                "num_records": None if config.draws_units else self.num_records,
+                "num_units": self.num_units,
                 "method": method.describe(),
                 "reproducible": noise.reproducible,
                 "ranks": self.ranks.world_size,
@@ -416,9 +427,7 @@ class DPTrainer(PublishingTrainer):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """One private step on one Poisson batch, a `LogicalBatch`. Returns 0, or the loss if `log_nonprivate`."""
         model.train()
-        switch = getattr(
-            self.optimizer, "train", None
-        )  # of optimizers with two sets of weights, as schedule-free ones
+        switch = getattr(self.optimizer, "train", None)  # of optimizers with two sets of weights (schedule-free)
         if callable(switch):
             switch()
         if self._mechanism is None:  # a complete run was resumed, and Trainer counts one step more before it looks
@@ -426,7 +435,7 @@ class DPTrainer(PublishingTrainer):
             return torch.zeros((), device=self.args.device)
         check_parameters(self._mechanism.model, self._mechanism.parameters)
         self.provenance.check_step()
-        self._mechanism.step(self._prepare_inputs(batch) for batch in inputs.micro_batches)
+        self._mechanism.step(as_unit_batch(part).map(self._prepare_inputs) for part in inputs.micro_batches)
         self.step_guard.released += 1
         self.provenance.register_step()
         if not self._gradients_checked and inputs.size:

@@ -12,7 +12,7 @@ from tests.support.launched import BOUND, STEPS, WORLDS
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", ["bk", "rgp", "lsg", "gep", "history"])
+@pytest.mark.parametrize("name", ["bk", "rgp", "lsg", "gep", "history", "units", "units-records"])
 def test_the_trainer_gives_the_same_weights(results: dict, name: str, world: int) -> None:
     wanted = results[1][0]["trainer"][name]["weights"]
     for rank in results[world]:
@@ -22,7 +22,7 @@ def test_the_trainer_gives_the_same_weights(results: dict, name: str, world: int
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", ["bk", "rgp"])
+@pytest.mark.parametrize("name", ["bk", "rgp", "units"])
 def test_the_trainer_takes_a_model_that_transformers_has_sharded(results: dict, name: str, world: int) -> None:
     """FSDP2 by `from_pretrained(distributed_config=...)`, and the model that is saved is a plain one."""
     wanted = results[1][0]["trainer"][name]["weights"]

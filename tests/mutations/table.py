@@ -500,9 +500,8 @@ MUTANTS = (
         "mechanism/sampling.py",
         (
             (
-                "            yield self.draw(counter)[self.rank :: self.world_size].tolist()",
-                "            if share := self.draw(counter)[self.rank :: self.world_size].tolist():\n"
-                "                yield share",
+                "            yield self.share(counter)",
+                "            if share := self.share(counter):\n                yield share",
             ),
         ),
         "tests/trainer/test_trainer.py::test_empty_batches_are_steps",
@@ -512,9 +511,9 @@ MUTANTS = (
         "trainer/trainer.py",
         (
             (
-                "        self._mechanism.step(self._prepare",
+                "        self._mechanism.step(as_unit_batch",
                 "        if not inputs.size:\n            return torch.zeros(())\n"
-                "        self._mechanism.step(self._prepare",
+                "        self._mechanism.step(as_unit_batch",
             ),
         ),
         "tests/trainer/test_trainer.py::test_empty_batches_are_steps",
@@ -644,7 +643,8 @@ MUTANTS = (
         "trainer/trainer.py",
         (
             ("            self.hyperparameter_search()\n        self._check_settings()\n", "            pass\n"),
-            ("        self.spending.set_budget(\n", "        (\n"),
+            ("        self.spending.set_budget(config", "        str((config"),
+            ("config.accountant, config.group_size)", "config.accountant, config.group_size))"),
         ),
         "tests/trainer/test_guards.py::test_a_budget_that_is_raised_later_is_the_one_enforced",
     ),
@@ -1441,5 +1441,109 @@ MUTANTS = (
         "mechanism/clipping.py",
         (("for block in (blocks or sq_norms)}", "for block in sq_norms}"),),
         "tests/mechanism/test_clipping.py::test_groups_are_numbered_blocks",
+    ),
+    # ---- units of several records
+    Mutant(
+        "the rows of a unit are added up instead of averaged",
+        "mechanism/units.py",
+        ((".sum(1) / self.total", ".sum(1)"),),
+        "tests/mechanism/test_units.py::test_the_step_clips_each_unit_once[bert-BK-flat]",
+    ),
+    Mutant(
+        "rows are clipped one by one instead of units",
+        "mechanism/step.py",
+        (
+            ("book.rows_per_record = part.rows", "book.rows_per_record = 1"),
+            (
+                "losses = part.losses(self.per_sample_loss(self.model, part.batch), book.num_rows)",
+                "losses = self.per_sample_loss(self.model, part.batch)",
+            ),
+            ("units.join(entries, losses, part) if counts else None", "(entries, losses) if counts else None"),
+        ),
+        "tests/mechanism/test_units.py::test_one_unit_moves_the_sum_by_no_more_than_the_clip_norm",
+    ),
+    Mutant(
+        "the parts of a unit that is split over micro-batches are clipped one by one",
+        "mechanism/units.py",
+        (
+            (
+                "        if part.whole:\n            assert not self._sums,",
+                "        if True:\n            assert not self._sums,",
+            ),
+        ),
+        "tests/mechanism/test_units.py::test_the_size_of_a_micro_batch_changes_nothing",
+    ),
+    Mutant(
+        "the first part of a unit that is split is forgotten",
+        "mechanism/units.py",
+        (("one, self._sums.get(block), removes=False)", "one, None, removes=False)"),),
+        "tests/mechanism/test_units.py::test_the_step_clips_each_unit_once[gpt2-RGP-flat]",
+    ),
+    Mutant(
+        "a unit brings all of its records",
+        "mechanism/units.py",
+        (("if len(records) <= at_most:", "if True:"),),
+        "tests/mechanism/test_units.py::test_each_unit_is_drawn_with_probability_q_and_at_most_k_of_its_records",
+    ),
+    Mutant(
+        "where records are drawn, all records of a unit are eligible",
+        "mechanism/units.py",
+        (("for record in drawn if record in eligible]", "for record in drawn]"),),
+        "tests/mechanism/test_units.py"
+        "::test_where_records_are_drawn_at_most_k_of_a_unit_are_and_each_as_often_as_the_group_accountant_says",
+    ),
+    Mutant(
+        "the same records of a unit are chosen in every step",
+        "mechanism/units.py",
+        (('key.stream("records", counter)', 'key.stream("records")'),),
+        "tests/mechanism/test_units.py::test_the_records_of_a_unit_are_chosen_anew_and_all_of_them_alike",
+    ),
+    Mutant(
+        "the records of a drawn unit are shared out among the ranks",
+        "mechanism/units.py",
+        (
+            ("drawn = super().share(counter)", "drawn = self.draw(counter).tolist()"),
+            (
+                "lists = [self._chosen(unit, counter) for unit in drawn]",
+                "lists = [self._chosen(unit, counter)[self.rank :: self.world_size] for unit in drawn]",
+            ),
+        ),
+        "tests/mechanism/test_units.py::test_ranks_share_a_draw_and_a_unit_is_on_one_of_them[units-2]",
+    ),
+    Mutant(
+        "drawn records are priced as if the unit were clipped as one",
+        "spending/units.py",
+        (('settings.get("unit_sampling") == "units"', "True"),),
+        "tests/trainer/test_units.py::test_drawn_records_cost_what_a_group_costs",
+    ),
+    Mutant(
+        "a record whose unit is not known is a unit of its own",
+        "tasks/units.py",
+        (("if value is None or not bool(value == value):", "if value is None:"),),
+        "tests/tasks/test_units.py::test_an_id_that_is_missing_or_not_comparable_is_refused_by_row[NaN]",
+    ),
+    Mutant(
+        "a unit may be in the training and in the evaluation data",
+        "tasks/units.py",
+        (("            if shared is not None:", "            if False:"),),
+        "tests/trainer/test_units.py::test_a_unit_in_training_and_evaluation_is_refused",
+    ),
+    Mutant(
+        "a model is continued with another unit",
+        "spending/units.py",
+        (("            if other != own:", "            if False:"),),
+        "tests/trainer/test_units.py::test_a_model_is_continued_with_the_same_unit_only",
+    ),
+    Mutant(
+        "the column of the unit reaches the collator",
+        "tasks/units.py",
+        (("return collator if self.name is None else _Hidden(collator, self.name)", "return collator"),),
+        "tests/trainer/test_units.py::test_the_column_reaches_neither_model_nor_collator[list, all columns]",
+    ),
+    Mutant(
+        "rows of one unit get the copies of parameters of another",
+        "gradients/layers/tap.py",
+        (("copy.repeat_interleave(rows, 0)", "copy.repeat(rows, *[1] * (copy.dim() - 1))"),),
+        "tests/mechanism/test_units.py::test_norms_and_sums_of_units_are_exact",
     ),
 )

@@ -55,7 +55,7 @@ def run_with_copies(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> A
         return forward(*args, **kwargs)
     x = _first_tensor(args, kwargs)
     axes = 1 if x is None else x.dim()
-    records = tap.batch_size
+    records = tap.num_rows
     flattened = False
     if x is not None and x.shape[0] != records:
         flattened = True
@@ -69,7 +69,7 @@ def run_with_copies(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> A
             return copy.squeeze(1)  # a class token or learned positions: (1, ...) stood for the batch
         return copy.view(records, *[1] * (axes - copy.dim()), *copy.shape[1:])
 
-    known = [not tap.announce((name,), torch.Size([records])) for name in tap.names.values()]
+    known = [not tap.announce((name,), torch.Size([tap.batch_size])) for name in tap.names.values()]
     replacements = {local: aligned(local) for local in tap.names}
     states = None if all(known) else _random_states(x)
     try:
@@ -110,7 +110,7 @@ def _check_output(tap: Tap, forward: Callable, args: tuple, kwargs: dict, y: Any
 
 def run_each(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> Any:
     """Run a module under vmap, each record as a batch of one with its own copy of the parameters."""
-    records = tap.batch_size
+    records = tap.num_rows
     if tap.lone:
         return forward(*args, **kwargs)
     mapped = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.dim() and x.shape[0] == records]

@@ -24,10 +24,13 @@ class Book(Protocol):
     expanded: set[str]  # paths of embeddings whose positions (1, T) became (N, T)
     guessed: set[str]  # parameters whose ids (T,) were taken for positions for the first time
     sharded: bool
+    rows_per_record: int
     attribution: Attribution
 
     @property
     def batch_size(self) -> int: ...
+    @property
+    def num_rows(self) -> int: ...
     @property
     def drops_inputs(self) -> bool: ...
     def observe(self, name: str, value: PerSample) -> None: ...
@@ -59,13 +62,18 @@ class Tap:
         return self.book.batch_size
 
     @property
+    def num_rows(self) -> int:
+        """Rows of the batch: the records, times the rows that each of them has."""
+        return self.book.num_rows
+
+    @property
     def lone(self) -> bool:
         """One record, whose gradient autograd may compute: not under FSDP2, where it would be that of all ranks."""
         return self.batch_size == 1 and not self.book.sharded
 
     @property
     def leading(self) -> int:
-        """Length of the leading axis inside the model: the records, times the choices of a multiple-choice head."""
+        """Length of the leading axis inside the model: the rows, times the choices of a multiple-choice head."""
         return self.book.leading
 
     @property
@@ -128,7 +136,7 @@ class Tap:
         """View `x` (leading axes, features) as (N, T, features), for records on `axis`.
 
         The axis holds one entry of each record, or several, one record after the other (OPT's tokens, the choices of a
-        multiple-choice head). That it does is measured by `Attribution`.
+        multiple-choice head, the rows of a person). That it does is measured by `Attribution`.
         """
         batch = self.batch_size
         if axis:
@@ -162,8 +170,10 @@ class _Copies(torch.autograd.Function):
 
 
 def copies(tap: Tap, local: str) -> Tensor:
-    """`tap`'s parameter, once per record: (N, *shape)."""
-    return copied(tap, tap.parameter(local).detach(), tap.names[local])
+    """`tap`'s parameter, once per row: (rows, *shape). The rows of one record share a copy."""
+    copy = copied(tap, tap.parameter(local).detach(), tap.names[local])
+    rows = tap.book.rows_per_record
+    return copy if rows == 1 else copy.repeat_interleave(rows, 0)
 
 
 def copied(tap: Tap, parameter: Tensor, name: str) -> Tensor:

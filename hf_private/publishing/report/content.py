@@ -10,6 +10,7 @@ from hf_private.accounting.events import Event
 from hf_private.accounting.risk import Risk, risk
 from hf_private.publishing.verify import HOLDS, SCOPE, UNKNOWN, WRONG, Verdict
 from hf_private.spending.statement import to_text
+from hf_private.spending.units import group_size
 
 from .answers import Answer, answers
 from .history import Phase, history
@@ -174,7 +175,7 @@ def statement_risk(statement: dict[str, Any]) -> Risk:
     """Bounds on attacks against one privacy unit, with the runs that were tried charged as in epsilon."""
     events = [Event.from_dict(event) for event in statement["ledger"]["events"]]
     runs, law = statement["tuning"]["runs"] or 1, statement["tuning"]["law"]
-    delta, k = statement["guarantee"]["delta"], statement["privacy_unit"]["records_per_unit"]
+    delta, k = statement["guarantee"]["delta"], group_size(statement["settings"])
     if runs > 1 and law not in (None, "fixed"):
         return risk(events, delta, k, runs=runs, law=law)
     return risk(events, delta, k, runs=math.ceil(runs))

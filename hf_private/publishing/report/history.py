@@ -5,6 +5,7 @@ from typing import Any
 
 from hf_private.accounting.events import Event
 from hf_private.accounting.schedule import epsilon_schedule
+from hf_private.spending.units import group_size
 
 MOST_PHASES = 12  # each takes an accountant's time
 
@@ -27,7 +28,7 @@ def history(statement: dict[str, Any]) -> tuple[Phase, ...]:
     events = [event for event in events if event.steps]
     if len(events) > MOST_PHASES:
         return ()
-    delta, k = statement["guarantee"]["delta"], statement["privacy_unit"]["records_per_unit"]
+    delta, k = statement["guarantee"]["delta"], group_size(statement["settings"])
     phases: list[Phase] = []
     for index, event in enumerate(events):
         one = Event(event.sample_rate, event.releases, 1, event.sampling)

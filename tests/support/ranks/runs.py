@@ -12,6 +12,8 @@ from hf_private.trainer.trainer import DPTrainer
 from tests.support import training, zoo
 from tests.support.ranks.engine import KEY, RECORDS, lora
 
+PEOPLE = [{**record, "who": f"person {index % 17 % 7}"} for index, record in enumerate(RECORDS)]  # 3 to 8 records each
+UNITS = {"unit_column": "who", "records_per_unit": 3, "disjoint_units": True}
 CARRIERS = {"r": 2, "target_modules": "all-linear", "exclude_modules": ["pooler"]}
 TRAINERS = {
     "bk": {},
@@ -20,6 +22,8 @@ TRAINERS = {
     "gep": {"anchors": {"k": 1, "num_anchors": 8, "groups": [".*"]}},  # more directions these records do not have
     "lora": {"disjoint_data": True},  # its B is not zero, as if it had been trained before
     "history": {"carriers": CARRIERS | {"source": "history", "warmup_steps": 2, "power_iterations": 2}},
+    "units": UNITS,  # of three rows, which no micro-batch of two holds
+    "units-records": UNITS | {"unit_sampling": "records", "expected_batch_size": 6},
 }
 OTHERS = [{**record, "input_ids": record["input_ids"][::-1]} for record in RECORDS[:6]]
 EVALUATED = {"eval_dataset": OTHERS, "eval_strategy": "steps"}
@@ -28,6 +32,8 @@ EXTRA = {  # what a method's run is given besides
     "gep": {"anchor_dataset": [{"input_ids": [9, 9, 5 + i, 7 + i, 6, 8], "labels": 0} for i in range(8)]},
     "lora": {"optim": "adamw_torch", "learning_rate": 0.01},
     "history": {"optim": "adamw_torch", "learning_rate": 0.01},
+    "units": {"records": PEOPLE},
+    "units-records": {"records": PEOPLE},
 }
 SETTINGS = {"optim": "sgd", "learning_rate": 0.5, "max_steps": 5, "per_device_train_batch_size": 2}
 DP = {"expected_batch_size": 2, "noise_multiplier": 0.7}

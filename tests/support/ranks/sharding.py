@@ -20,7 +20,7 @@ from hf_private.gradients.bookkeeper import trainable
 from hf_private.trainer import trainer as trainer_module
 from tests.support import training, zoo
 from tests.support.ranks.engine import failure
-from tests.support.ranks.runs import EVALUATED, TRAINERS, make, settings_of, stopped
+from tests.support.ranks.runs import EVALUATED, PEOPLE, TRAINERS, make, settings_of, stopped
 
 FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
 RUNS = {  # kind of checkpoint, and what is trained
@@ -33,8 +33,9 @@ RUNS = {  # kind of checkpoint, and what is trained
 def sharding(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Two ranks train three steps, and are refused what cannot be; three ranks go on to the end."""
     world, found = ranks.world_size, {}
-    for name in ("bk", "rgp"):
-        found[f"fsdp-{name}"] = by_transformers(folder / f"fsdp-{name}-{world}", ranks, TRAINERS[name])
+    for name in ("bk", "rgp", "units"):
+        records = {"records": PEOPLE} if name == "units" else {}
+        found[f"fsdp-{name}"] = by_transformers(folder / f"fsdp-{name}-{world}", ranks, TRAINERS[name], **records)
     for name, (kind, method) in RUNS.items():
         with by_accelerate(kind):
             if world == 2:
@@ -49,14 +50,14 @@ def sharding(folder: Path, ranks: Ranks) -> dict[str, Any]:
 # ---- by Transformers
 
 
-def by_transformers(folder: Path, ranks: Ranks, dp: dict) -> dict[str, Any]:
+def by_transformers(folder: Path, ranks: Ranks, dp: dict, **settings: Any) -> dict[str, Any]:
     """FSDP2 as Transformers does it itself, through Trainer: train, evaluate, save, and load the plain model again."""
     if ranks.rank == 0:
         zoo.small("bert").save_pretrained(folder / "base")
     dist.barrier()
     model = loaded(folder / "base")
     assert all(isinstance(p, DTensor) for p in model.parameters())
-    made = make(folder / "run", model=model, dp=dp, eval_steps=2, **EVALUATED)
+    made = make(folder / "run", model=model, dp=dp, eval_steps=2, **EVALUATED, **settings)
     made.train()
     assert all(isinstance(p, DTensor) for p in trainable(made.model).values())
     made.save_model(folder / "saved")
