@@ -41,6 +41,10 @@ _left = WeakTensorKeyDictionary()  # parameter -> fingerprint that the last of t
 _recognised = WeakTensorKeyDictionary()  # parameters that were found by their content
 _copies: dict[bytes, tuple[Training, ...]] = {}  # that fingerprint -> the same trainings
 
+# A smaller parameter is no evidence of a copy by itself: Adam's first step moves each element by plus or minus the
+# learning rate, so that two runs leave equal biases of two elements one time in four.
+EVIDENCE = 16  # elements
+
 
 def is_known(p: Tensor) -> bool:
     """Whether this process has trained a parameter, or one that it is a copy of."""
@@ -83,13 +87,15 @@ def expect_changes(model: nn.Module, trainable_only: bool = True) -> None:
 
 def recognise(model: nn.Module) -> None:
     """Find copies of what runs of this process have left: they have cost the same."""
-    for p in parameters_of(model) if _copies else ():
-        if p not in _trained and not p.is_meta:
-            digest = fingerprint(p)
-            if digest in _copies:
-                _trained[p] = _copies[digest]
-                _left[p] = digest
-                _recognised[p] = True
+    unknown = [p for p in parameters_of(model) if p not in _trained and not p.is_meta] if _copies else []
+    found = {p: digest for p in unknown if (digest := fingerprint(p)) in _copies}
+    certain = {training for p, digest in found.items() if p.numel() >= EVIDENCE for training in _copies[digest]}
+    for p, digest in found.items():
+        cost = tuple(training for training in _copies[digest] if p.numel() >= EVIDENCE or training in certain)
+        if cost:
+            _trained[p] = cost
+            _left[p] = digest
+            _recognised[p] = True
 
 
 def changed_since(model: nn.Module) -> str | None:

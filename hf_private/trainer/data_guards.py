@@ -76,7 +76,7 @@ class EvaluationGuard:
         return self.trainer.train_dataset is not None and config.is_private and not config.log_nonprivate
 
     def check(self, evaluation: Any) -> None:
-        """Refuse the training set itself; this takes no time."""
+        """Refuse the training set itself, and units that are in both; the unit's column is still there."""
         if self._on:
             check_evaluation(evaluation, self.trainer.train_dataset)
             if not self.trainer.dp_config.disjoint_units:
@@ -84,8 +84,8 @@ class EvaluationGuard:
 
     def check_content(self, evaluation: Any) -> None:
         """Refuse a dataset, or a dict of them, whose records are training records."""
-        self.check(evaluation)
         if self._on and evaluation is not None:
+            check_evaluation(evaluation, self.trainer.train_dataset)
             if self._known is None or self._known.dataset is not self.trainer.train_dataset:
                 self._known = self._read()
             check_content(evaluation, self._known)

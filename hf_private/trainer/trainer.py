@@ -305,6 +305,16 @@ class DPTrainer(PublishingTrainer):
     def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
         return self.unit_column.hidden_from(super()._get_collator_with_removed_columns(data_collator, description))
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Trainer's loader, for units that are not trained on."""
+        self.evaluation_guard.check(eval_dataset if not isinstance(eval_dataset, str) else self.eval_dataset)
+        return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """Trainer's loader, for units that are not trained on."""
+        self.evaluation_guard.check(test_dataset)
+        return super().get_test_dataloader(test_dataset)
+
     def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> Any:
         """Trainer's loop of `evaluate` and `predict`, for anything but the training records: their metrics would be
         published without noise."""
