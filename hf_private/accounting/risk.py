@@ -89,7 +89,7 @@ class Risk:
 
     def __str__(self) -> str:
         return (
-            f"The best possible attacker guesses membership right at most {_percent(self.accuracy)} of the time (50 %"
+            f"The best possible attacker guesses membership correctly at most {_percent(self.accuracy)} of the time (50 %"
             f" is chance); at 1 % false alarms it finds at most {_percent(self.tpr[0.01])} of the members."
         )
 
@@ -117,7 +117,7 @@ def risk(
             added) or "rdp" (loose).
 
     >>> print(risk([Event(0.014848, (0.539915,), steps=204)], target_delta=1e-5))
-    The best possible attacker guesses membership right at most 65.2 % of the time (50 % is chance); at 1 % false alarms it finds at most 10.3 % of the members.
+    The best possible attacker guesses membership correctly at most 65.2 % of the time (50 % is chance); at 1 % false alarms it finds at most 10.3 % of the members.
     """  # noqa: E501
     if target_delta is not None:
         probability(target_delta=target_delta)

@@ -11,7 +11,7 @@ import yaml
 from .answers import answers
 from .content import Report, sha256, unit
 
-FILL_IN = "TODO: fill in"
+FILL_IN = "(fill in)"
 
 
 def to_registry(report: Report) -> dict[str, Any]:
