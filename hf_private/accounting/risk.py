@@ -89,8 +89,8 @@ class Risk:
 
     def __str__(self) -> str:
         return (
-            f"The best possible attacker guesses membership correctly at most {_percent(self.accuracy)} of the time (50 %"
-            f" is chance); at 1 % false alarms it finds at most {_percent(self.tpr[0.01])} of the members."
+            f"The best possible attacker guesses membership correctly at most {_percent(self.accuracy)} of the time"
+            f" (50 % is chance); at 1 % false alarms it finds at most {_percent(self.tpr[0.01])} of the members."
         )
 
 
