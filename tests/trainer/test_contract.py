@@ -21,6 +21,8 @@ SIGNATURES = {  # overridden or called method -> its parameters
     "train": ["self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
     "get_train_dataloader": ["self"],
     "evaluation_loop": None,
+    "get_eval_dataloader": ["self", "eval_dataset"],
+    "get_test_dataloader": ["self", "test_dataset"],
     "get_total_train_batch_size": ["self", "args"],
     "_prepare_for_training": ["self", "max_steps", "train_dataloader", "resume_from_checkpoint"],
     "training_step": ["self", "model", "inputs", "num_items_in_batch"],
