@@ -142,8 +142,8 @@ def test_augmentations_pass_through_the_transform_each_time(tmp_path):
     )
     loader = made.get_train_dataloader()
     calls.clear()  # the collator's check has looked at some
-    batch = next(iter(loader))
-    assert batch.size and all(part.rows == part.total == 3 for part in batch.micro_batches)
+    batch = next(batch for batch in loader if batch.size)  # a draw may be empty
+    assert all(part.rows == part.total == 3 for part in batch.micro_batches)
     assert calls and all(count == 3 for count in calls.values())
 
 
