@@ -390,7 +390,7 @@ class DPTrainer(PublishingTrainer):
         assert self.optimizer is not None and self._keys is not None, "Trainer and `train()` have made them"
         check_optimizer(self.optimizer, model)
         meet = self.args.per_device_train_batch_size > 1
-        args = (model, loss, self.public_batch, meet, config.clip_norm)
+        args = (model, loss, self.public_batch, meet, config.clip_norm, config.gamma)
         report = run_collectively(self.ranks, model, self_check, *args)
         logger.info(report)
         noise = NoiseSource(config.noise, self._keys.noise)

@@ -1546,4 +1546,10 @@ MUTANTS = (
         (("copy.repeat_interleave(rows, 0)", "copy.repeat(rows, *[1] * (copy.dim() - 1))"),),
         "tests/mechanism/test_units.py::test_norms_and_sums_of_units_are_exact",
     ),
+    Mutant(
+        "the self-check does not know how far clipping scales tiny gradients up",
+        "trainer/trainer.py",
+        (("meet, config.clip_norm, config.gamma)", "meet, config.clip_norm, 0.01)"),),
+        "tests/trainer/test_selfcheck_settings.py::test_the_floor_follows_gamma",
+    ),
 )
