@@ -1,0 +1,1 @@
+"""Bugs by the package that they are put into."""

@@ -1,0 +1,320 @@
+"""Bugs put into `hf_private/gradients`."""
+
+from tests.mutations.mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "mean instead of sum of the losses",
+        "gradients/bookkeeper.py",
+        (("losses.sum().backward()", "losses.mean().backward()"),),
+        "tests/gradients/test_bookkeeper.py::test_full_fine_tuning_is_exact[bert]",
+    ),
+    Mutant(
+        "clip after averaging: one factor for the whole batch",
+        "gradients/method.py",
+        (
+            (
+                "factors = clipping.factors(self.scaled_sq_norms(sq_norms(entries)), self.blocks)",
+                "means = {b: s.mean().expand_as(s) for b, s in sq_norms(entries).items()}\n"
+                "        factors = clipping.factors(means, self.blocks)",
+            ),
+        ),
+        "tests/mechanism/test_step.py::test_without_noise_the_step_is_the_papers_formula[bert]",
+    ),
+    Mutant(
+        "no clipping at all",
+        "gradients/method.py",
+        (("weighted_sum(entries.pop(block), scaled, ", "weighted_sum(entries.pop(block), c * 0 + 1, "),),
+        "tests/mechanism/test_step.py::test_without_noise_the_step_is_the_papers_formula[t5]",
+    ),
+    Mutant(
+        "a record whose gradient is not finite is weighted with 0 instead of removed",
+        "gradients/method.py",
+        (("{key: not c.all() for", "{key: False for"),),
+        "tests/mechanism/test_step.py::test_a_nan_record_does_not_reach_the_release[per-layer]",
+    ),
+    Mutant(
+        "tied weight without its cross term",
+        "gradients/persample.py",
+        (("exact = outer + rows + 2 * self.outer.inner(self.rows)", "exact = outer + rows"),),
+        "tests/gradients/test_bookkeeper.py::test_tied_weights_need_their_cross_term",
+    ),
+    Mutant(
+        "the last use of a weight overwrites those before (tied weights, shared layers)",
+        "gradients/bookkeeper.py",
+        (("self._entries[block] + part if block in self._entries else part", "part"),),
+        "tests/gradients/test_bookkeeper.py::test_full_fine_tuning_is_exact[gpt2]",
+    ),
+    Mutant(
+        "a token that occurs twice in a record is squared twice instead of added up",
+        "gradients/persample.py",
+        (
+            (
+                "return total.index_add_(0, unique // self.shape[0], rows.square().sum(1).double()).to(ds.dtype)",
+                "return widen(self.ds).square().sum((1, 2))",
+            ),
+        ),
+        "tests/gradients/test_persample.py::test_norms_and_sums_are_those_of_the_formed_gradients",
+    ),
+    Mutant(
+        "millions of squares added one after another",
+        "gradients/persample.py",
+        (("whole = g.shape[1] // SUMMED * SUMMED", "whole = 0"),),
+        "tests/gradients/test_persample.py::test_norms_of_many_numbers_do_not_round_down",
+    ),
+    Mutant(
+        "Gram matrices multiplied by a product that rounds down",
+        "gradients/persample.py",
+        (
+            (
+                "(vecdot(mine.flatten(1), others.flatten(1)) for",
+                "(torch.bmm(mine.flatten(1).unsqueeze(1), others.flatten(1).unsqueeze(2)).view(-1) for",
+            ),
+        ),
+        "tests/gradients/test_persample.py::test_norms_of_tokens_that_are_all_alike_do_not_round_down",
+    ),
+    Mutant(
+        "a layer's own forward passed over",
+        "gradients/layers/__init__.py",
+        ((" and self.attribute not in self.module.__dict__", ""),),
+        "tests/gradients/test_bookkeeper.py::test_a_layer_with_its_own_forward_is_exact",
+    ),
+    Mutant(
+        "half of a Gram matrix taken for the whole",
+        "gradients/persample.py",
+        (("mul_(math.sqrt(2))", "mul_(1)"),),
+        "tests/gradients/test_persample.py::test_a_gram_matrix_computed_in_strips_equals_the_whole",
+    ),
+    Mutant(
+        "losses that records share in some forward passes",
+        "gradients/selfcheck.py",
+        (("if not difference <= SAME_LOSS * self.coarse:", "if False:"),),
+        "tests/gradients/test_selfcheck.py::test_models_that_couple_records_are_refused",
+    ),
+    Mutant(
+        "entries of one micro-batch stay in the book for the next",
+        "gradients/bookkeeper.py",
+        (("        self._entries = {}\n        self._batch_size = None\n        return", "        return"),),
+        "tests/gradients/test_bookkeeper.py::test_one_bookkeeper_handles_batches_of_any_size",
+    ),
+    Mutant(
+        "norms in half precision",
+        "gradients/persample.py",
+        (("return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x", "return x"),),
+        "tests/gradients/test_persample.py::test_half_precision_is_widened_before_norms_and_sums",
+    ),
+    Mutant(
+        "a Gram norm that may round down to nothing",
+        "gradients/persample.py",
+        (
+            (
+                "total = exact.clamp_(min=0).add_(bound, alpha=ROUNDING_UNITS * limits.eps).add_(lost)",
+                "total = exact.clamp_(min=0)",
+            ),
+        ),
+        "tests/gradients/test_persample.py::test_the_gram_form_never_rounds_a_cancelling_norm_down",
+    ),
+    Mutant(
+        "only the last micro-batch counts (a zero_grad inside backward)",
+        "gradients/method.py",
+        (("scaled, sums.get(block), removes", "scaled, None, removes"),),
+        "tests/mechanism/test_step.py::test_micro_batches_change_the_speed_only[1-flat]",
+    ),
+    Mutant(
+        "sums that were added to in place are added a second time",
+        "gradients/method.py",
+        (("sums[block] = weighted_sum(", "sums[block] = sums.get(block, 0) + weighted_sum("),),
+        "tests/mechanism/test_step.py::test_micro_batches_change_the_speed_only[1-flat]",
+    ),
+    Mutant(
+        "a parameter that no rule covers is trained on autograd's gradient of all records",
+        "gradients/bookkeeper.py",
+        (("if reached and self.batch_size > 1:", "if False:"),),
+        "tests/gradients/test_refusals.py::test_an_uncovered_use_is_an_error_by_name_and_exact_in_a_batch_of_one",
+    ),
+    Mutant(
+        "records that meet in training mode only",
+        "gradients/selfcheck.py",
+        (("            model.train()  # some models", "            model.eval()  # some models"),),
+        "tests/gradients/test_selfcheck.py::test_models_that_couple_records_are_refused",
+    ),
+    Mutant(
+        "a frozen weight that a forward pass changes",
+        "gradients/selfcheck.py",
+        (("    changed += [name for name, count in _writes", "    [name for name, count in _writes"),),
+        "tests/gradients/test_selfcheck.py::test_models_that_couple_records_are_refused",
+    ),
+    Mutant(
+        "the self-check looks at the plain sum only, in which records may be mixed up",
+        "gradients/selfcheck.py",
+        (("dtype=like.dtype, device=like.device) / len(like)", "dtype=like.dtype, device=like.device) * 0 + 1"),),
+        "tests/gradients/test_selfcheck.py::test_the_sum_is_checked_record_by_record",
+    ),
+    Mutant(
+        "hooks see the gradient of a record that is alone in its micro-batch",
+        "gradients/bookkeeper.py",
+        (("if p._backward_hooks or p._post_accumulate_grad_hooks:", "if False:"),),
+        "tests/trainer/test_guards.py::test_gradient_hooks_are_refused",
+    ),
+    Mutant(
+        "batch statistics are let in (BatchNorm)",
+        "gradients/layers/__init__.py",
+        (("if isinstance(module, _BatchNorm) and", "if False and"),),
+        "tests/gradients/test_refusals.py::test_modules_that_mix_records_are_refused_with_path_and_remedy",
+    ),
+    Mutant(
+        "noise of standard deviation sigma, whatever the clip norm",
+        "gradients/method.py",
+        (("std = noise_multiplier * clip_norm if noise_multiplier else 0.0", "std = noise_multiplier"),),
+        "tests/mechanism/test_step.py::test_an_empty_draw_is_paid_for_and_releases_noise_of_the_right_scale",
+    ),
+    Mutant(
+        "an axis that the batch size divides is taken for the records",
+        "gradients/layers/attribution.py",
+        (
+            (
+                "        needed = self._needed_on_any_rank(losses.device) if sharded else self._new",
+                "        needed = False",
+            ),
+            (
+                "        found = self._find(tap, ds, queue.pop(0), rank, layout) if queue else None",
+                "        found = 0, False",
+            ),
+        ),
+        "tests/gradients/test_attribution.py::test_refused_by_name_at_every_size_and_exact_alone",
+    ),
+    Mutant(
+        "all records weigh the same in the pass that tells them apart",
+        "gradients/layers/attribution.py",
+        (("    return values[torch.cat(rounds)[:records]].to(like)", "    return torch.ones(records).to(like)"),),
+        "tests/gradients/test_attribution.py::test_refused_by_name_at_every_size_and_exact_alone[distances (T, T)]",
+    ),
+    Mutant(
+        "records on another axis than the first are refused or mixed up",
+        "gradients/layers/tap.py",
+        (("            x = x.movedim(axis, 0)", "            pass"),),
+        "tests/gradients/test_attribution.py::test_exact_at_every_size_in_any_order[time first]",
+    ),
+    Mutant(
+        "a layer without a gradient yet counts as measured",
+        "gradients/layers/attribution.py",
+        (("len(fitting) == 1 and reached > 1", "True"),),
+        "tests/gradients/test_attribution.py::test_what_has_no_gradient_yet_is_measured_later",
+    ),
+    Mutant(
+        "a layout that fits by chance is remembered",
+        "gradients/layers/attribution.py",
+        (("len(fitting) == 1 and reached > 1", "reached > 1"),),
+        "tests/gradients/test_attribution.py::test_a_layout_that_is_not_the_only_one_that_fits_is_not_remembered",
+    ),
+    Mutant(
+        "the order in a flattened axis is measured once only",
+        "gradients/layers/attribution.py",
+        (("            return calls & (calls - 1) != 0", "            return True"),),
+        "tests/gradients/test_attribution.py::test_the_order_in_a_flattened_axis_is_measured_again",
+    ),
+    Mutant(
+        "a layer that is called in two layouts is remembered in the last",
+        "gradients/layers/attribution.py",
+        (("                layout.axis = None", "                layout.axis = axis"),),
+        "tests/gradients/test_attribution.py::test_a_layer_that_is_called_in_two_layouts_is_exact",
+    ),
+    Mutant(
+        "a module that looks at the shape of its parameter gets copies",
+        "gradients/layers/copies.py",
+        (("        if states is not None:", "        if False:"),),
+        "tests/gradients/test_attribution.py::test_a_module_that_looks_at_the_shape_of_its_parameter_is_refused",
+    ),
+    Mutant(
+        "a batch as large as the parameter hides that a module looks at its shape",
+        "gradients/layers/tap.py",
+        (("remember = len(g) not in g.shape[1:]", "remember = True"),),
+        "tests/gradients/test_attribution.py::test_a_module_that_looks_at_the_shape_of_its_parameter_is_refused",
+    ),
+    Mutant(
+        "squares of factors underflow before the Gram product",
+        "gradients/persample.py",
+        (("wide, self.exponent = rescaled(widen(x))", "wide, self.exponent = widen(x), None"),),
+        "tests/gradients/test_persample.py::test_norms_of_factors_whose_squares_are_out_of_range",
+    ),
+    Mutant(
+        "a position whose square underflows is lost from the norm",
+        "gradients/persample.py",
+        ((".add_(lost)", ""),),
+        "tests/gradients/test_persample.py::test_a_position_that_is_tiny_beside_another_is_not_lost",
+    ),
+    Mutant(
+        "the self-check compares norms, not gradients",
+        "gradients/selfcheck.py",
+        (
+            (
+                "        difference = distances(one, two)",
+                "        difference = (run.norms - other.norms).abs().double()",
+            ),
+        ),
+        "tests/gradients/test_selfcheck.py::test_a_change_of_direction_is_seen",
+    ),
+    Mutant(
+        "one seed is tried in training mode",
+        "gradients/selfcheck.py",
+        (
+            ("range(GRADIENT_SEEDS, GRADIENT_SEEDS + LOSS_SEEDS)", "range(0)"),
+            ("GRADIENT_SEEDS = 2", "GRADIENT_SEEDS = 1"),
+        ),
+        "tests/gradients/test_selfcheck.py::test_models_that_couple_records_are_refused",
+    ),
+    Mutant(
+        "the self-check runs in half precision",
+        "gradients/selfcheck.py",
+        (("            x.data = data.float()", "            pass"),),
+        "tests/gradients/test_selfcheck.py::test_models_in_which_padding_moves_gradients_are_refused_in_any_precision",
+    ),
+    Mutant(
+        "the self-check runs under autocast",
+        "gradients/selfcheck.py",
+        (('            model.__dict__["forward"] = model.__dict__["_original_forward"]', "            pass"),),
+        "tests/gradients/test_selfcheck.py::test_the_model_computes_in_float32_whatever_wraps_it",
+    ),
+    Mutant(
+        "rounding of tiny gradients is excused, however much clipping scales it up",
+        "gradients/selfcheck.py",
+        (("floor=min(clip_norm, gamma)", "floor=1.0"),),
+        "tests/gradients/test_selfcheck.py::test_rounding_of_tiny_gradients_is_no_coupling",
+    ),
+    Mutant(
+        "buffers stay as a failed self-check leaves them",
+        "gradients/selfcheck.py",
+        (("                        x.copy_(values[id(x)])", "                        pass"),),
+        "tests/gradients/test_selfcheck.py::test_buffers_and_weights_are_restored_when_the_check_raises",
+    ),
+    Mutant(
+        "a block's scale is not undone after the noise",
+        "gradients/method.py",
+        (("return sums[name] / self.scales[name] if name in self.scales else sums[name]", "return sums[name]"),),
+        "tests/methods/carriers/test_sources.py::test_a_scale_is_undone_after_the_noise_and_leaves_the_noise_as_it_is",
+    ),
+    Mutant(
+        "records are clipped by their norms before the scale, which is above 1",
+        "gradients/method.py",
+        (("clipping.factors(self.scaled_sq_norms(sq_norms(entries)), ", "clipping.factors(sq_norms(entries), "),),
+        "tests/methods/carriers/test_sources.py::test_no_record_changes_the_release_by_more_than_the_clip_norm",
+    ),
+    Mutant(
+        "a block's scale depends on the records: it makes their mean norm 1",
+        "gradients/method.py",
+        (
+            (
+                "        factors = clipping.factors(self.scaled_sq_norms",
+                "        self.scales = {b: 1 / value.sq_norm().mean().sqrt().item() for b, value in entries.items()}\n"
+                "        factors = clipping.factors(self.scaled_sq_norms",
+            ),
+        ),
+        "tests/methods/carriers/test_method.py::test_norms_and_clipped_sums_equal_the_oracles",
+    ),
+    Mutant(
+        "rows of one unit get the copies of parameters of another",
+        "gradients/layers/tap.py",
+        (("copy.repeat_interleave(rows, 0)", "copy.repeat(rows, *[1] * (copy.dim() - 1))"),),
+        "tests/mechanism/test_units.py::test_norms_and_sums_of_units_are_exact",
+    ),
+)

@@ -1,0 +1,232 @@
+"""Bugs put into `hf_private/trainer`."""
+
+from tests.mutations.mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "a parameter that is unfrozen in a run is left out, silently",
+        "trainer/guards.py",
+        (("if odd := [name for", "if False and [name for"),),
+        "tests/trainer/test_guards.py::test_what_is_trained_stays_so_in_a_run[unfrozen]",
+    ),
+    Mutant(
+        "ranks that hold other records of a torch dataset",
+        "trainer/guards.py",
+        (("hashes.pop() if len(hashes) == 1 else None", "None"),),
+        "tests/trainer/test_guards.py::test_the_order_of_records_shows",
+    ),
+    Mutant(
+        "a run that was refused for its past is let in when it is tried again",
+        "trainer/provenance.py",
+        (
+            (
+                "                yield\n        finally:\n",
+                "                yield\n        finally:\n            self._changed = True\n",
+            ),
+        ),
+        "tests/spending/test_lineage_cards.py::test_a_run_that_was_refused_is_refused_again_in_a_folder_with_a_history",
+    ),
+    Mutant(
+        "the card of a cheap ledger is written for weights that were trained on elsewhere",
+        "trainer/provenance.py",
+        (("            ranks.run_on_first(self._check_cost)\n", "            pass\n"),),
+        "tests/spending/test_lineage_cards.py::test_weights_that_were_trained_on_are_not_saved_with_an_old_card",
+    ),
+    Mutant(
+        "a trainer that has not trained writes its folder's card for any weights",
+        "trainer/provenance.py",
+        (("looked_up = None if found or", "looked_up = None if True or"),),
+        "tests/spending/test_lineage_cards.py::test_a_trainer_that_has_not_trained_saves_what_its_ledger_has",
+    ),
+    Mutant(
+        "a folder's history is taken for that of whatever is trained there",
+        "trainer/provenance.py",
+        (("resumed=self._loaded)", "resumed=bool(self.trainer.spending.events))"),),
+        "tests/spending/test_lineage.py::test_a_trained_adapter_must_be_named",
+    ),
+    Mutant(
+        "keys from args.seed, which is published",
+        "trainer/trainer.py",
+        (
+            (
+                "return Keys(self.ranks.key(), self.ranks.key())",
+                "return Keys(*[Key.shared(lambda own: self.args.seed.to_bytes(32, 'big')) for _ in range(2)])",
+            ),
+        ),
+        "tests/trainer/test_trainer.py::test_the_seed_does_not_repeat_noise_and_draws",
+    ),
+    Mutant(
+        "a loop that starts again in the middle repeats noise and draws",
+        "trainer/trainer.py",
+        (("        if self._mechanism is not None:\n            raise", "        if False:\n            raise"),),
+        "tests/trainer/test_guards.py::test_a_run_that_begins_anew_within_train_would_repeat_its_noise",
+    ),
+    Mutant(
+        "the trainer skips empty batches",
+        "trainer/trainer.py",
+        (
+            (
+                "        self._mechanism.step(as_unit_batch",
+                "        if not inputs.size:\n            return torch.zeros(())\n"
+                "        self._mechanism.step(as_unit_batch",
+            ),
+        ),
+        "tests/trainer/test_trainer.py::test_empty_batches_are_steps",
+    ),
+    Mutant(
+        "sample rate of the micro-batch instead of the logical batch",
+        "trainer/trainer.py",
+        (
+            (
+                "self._attach(method, train_dataloader.batch_sampler.sample_rate, steps)",
+                "self._attach(method, self.args.per_device_train_batch_size / len(self.train_dataset), steps)",
+            ),
+        ),
+        "tests/test_field_bugs.py::test_accumulation_changes_neither_steps_nor_sample_rate",
+    ),
+    Mutant(
+        "steps divided by gradient accumulation once more",
+        "trainer/trainer.py",
+        (
+            (
+                "if steps := max(max_steps - self.state.global_step, 0):",
+                "if steps := max(max_steps - self.state.global_step, 0) // (self._given_batch_size"
+                " // self.args.per_device_train_batch_size):",
+            ),
+        ),
+        "tests/test_field_bugs.py::test_accumulation_changes_neither_steps_nor_sample_rate",
+    ),
+    Mutant(
+        "settings of later are not checked, and not those that are enforced",
+        "trainer/trainer.py",
+        (
+            ("            self.hyperparameter_search()\n        self._check_settings()\n", "            pass\n"),
+            ("        self.spending.set_budget(config", "        str((config"),
+            ("config.accountant, config.group_size)", "config.accountant, config.group_size))"),
+        ),
+        "tests/trainer/test_guards.py::test_a_budget_that_is_raised_later_is_the_one_enforced",
+    ),
+    Mutant(
+        "the training loss is logged without noise",
+        "trainer/trainer.py",
+        (
+            ("log_nonprivate=config.log_nonprivate,", "log_nonprivate=True,"),
+            ("LogFilter(self.dp_config)", "LogFilter(replace(self.dp_config, log_nonprivate=True))"),
+            ("        self.log_filter.config = self.dp_config\n", ""),
+        ),
+        "tests/trainer/test_spending.py::test_no_training_loss_is_written_unless_asked_for",
+    ),
+    Mutant(
+        "the training set is evaluated on, and its loss logged",
+        "trainer/guards.py",
+        (("if dataset is not None and same:", "if False:"),),
+        "tests/trainer/test_guards.py::test_the_training_set_is_not_evaluated_on",
+    ),
+    Mutant(
+        "generator states are saved with checkpoints",
+        "trainer/publishing.py",
+        (("    def _save_rng_state(", "    def _unused_save_rng_state("),),
+        "tests/trainer/test_spending.py::test_no_key_and_no_generator_state_is_saved",
+    ),
+    Mutant(
+        "a collator may mix records",
+        "trainer/data_guards.py",
+        (("    if logical.max_rows > 1:\n", "    if False:\n"),),
+        "tests/trainer/test_attacks.py::test_a_collator_that_mixes_records_is_refused_before_anything_is_charged",
+    ),
+    Mutant(
+        "a label out of range is charged",
+        "trainer/data_guards.py",
+        (("    if all_records and trainer.dp_config.check_dataset:\n", "    if False:\n"),),
+        "tests/trainer/test_attacks.py::test_a_mistake_in_the_data_costs_nothing",
+    ),
+    Mutant(
+        "training records in another container are evaluated",
+        "trainer/guards.py",
+        (("        if known.share_of(dataset) > MOST_SHARED:\n", "        if False:\n"),),
+        "tests/trainer/test_attacks.py::test_training_records_are_not_evaluated_in_any_container",
+    ),
+    Mutant(
+        "padding makes a training record unknown",
+        "trainer/fingerprints.py",
+        (("        return row[: kept[-1] + 1] if kept.size else row[:0]\n", "        return row\n"),),
+        "tests/trainer/test_attacks.py::test_training_records_are_not_evaluated_in_any_container[padded]",
+    ),
+    Mutant(
+        "metrics that a subclass adds are logged",
+        "trainer/log_filter.py",
+        (("(self._training and not listed)", "False"),),
+        "tests/trainer/test_attacks.py::test_metrics_that_a_subclass_adds_are_not_logged",
+    ),
+    Mutant(
+        "a callback sees log entries before the filter",
+        "trainer/trainer.py",
+        (("        self.log_filter.keep_first(self.callback_handler)\n        super().log", "        super().log"),),
+        "tests/trainer/test_attacks.py::test_a_callback_that_pushes_ahead_sees_filtered_entries",
+    ),
+    Mutant(
+        "a step without the mechanism",
+        "trainer/guards.py",
+        (("        if released != 1 and any(", "        if False and any("),),
+        "tests/trainer/test_attacks.py::test_a_step_that_leaves_the_mechanism_out_is_stopped",
+    ),
+    Mutant(
+        "an interrupted run loses what it was charged for",
+        "trainer/interruption.py",
+        (("            control.should_save = not self._saved\n", ""),),
+        "tests/trainer/test_interruption.py::test_a_signal_leaves_a_checkpoint_behind",
+    ),
+    Mutant(
+        "a rehearsal in the output folder",
+        "trainer/rehearsal.py",
+        (('changes = {"output_dir": folder, ', 'changes = {"output_dir": args.output_dir, '),),
+        "tests/trainer/test_attacks.py::test_a_rehearsal_runs_everything_and_charges_nothing",
+    ),
+    Mutant(
+        "a rehearsal on the records",
+        "trainer/rehearsal.py",
+        (
+            (
+                "        train_dataset = MadeUpRecords(trainer.train_dataset, model)\n",
+                "        train_dataset = trainer.train_dataset\n",
+            ),
+        ),
+        "tests/trainer/test_attacks.py::test_a_rehearsal_does_not_read_content",
+    ),
+    Mutant(
+        "a sampler of a subclass is ignored",
+        "trainer/refusals.py",
+        (('    if _origin(trainer, "_get_train_sampler") is not Trainer:\n', "    if False:\n"),),
+        "tests/trainer/test_attacks.py::test_overrides_that_would_have_no_effect_are_refused",
+    ),
+    Mutant(
+        "one more private step hides a change",
+        "trainer/provenance.py",
+        (("        changed = changed_since(self.model)\n", "        changed = None\n"),),
+        "tests/spending/test_bound_to_weights.py::test_weights_that_were_trained_without_privacy_after_the_run_are_not_saved",
+    ),
+    Mutant(
+        "unknown weights get the card of a folder",
+        "trainer/provenance.py",
+        (("if not has_trained and spending.events and", "if False and"),),
+        "tests/spending/test_bound_to_weights.py::test_unknown_weights_do_not_get_the_card_of_a_folder",
+    ),
+    Mutant(
+        "anything can be declared",
+        "trainer/publishing.py",
+        (("            validate.one_of(tuple(POST_PROCESSING), post_processing=kind)\n", "            pass\n"),),
+        "tests/spending/test_bound_to_weights.py::test_declared_post_processing_passes_and_the_card_says_so[dtype-to_half]",
+    ),
+    Mutant(
+        "a card is written for files that were saved by hand",
+        "trainer/publishing.py",
+        (("if weight_hashes(self.output_dir) not in ({}, saved):", "if False:"),),
+        "tests/spending/test_bound_to_weights.py::test_no_card_is_written_for_files_that_were_saved_by_hand",
+    ),
+    Mutant(
+        "the self-check does not know how far clipping scales tiny gradients up",
+        "trainer/trainer.py",
+        (("meet, config.clip_norm, config.gamma)", "meet, config.clip_norm, 0.01)"),),
+        "tests/trainer/test_selfcheck_settings.py::test_the_floor_follows_gamma",
+    ),
+)
