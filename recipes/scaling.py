@@ -36,7 +36,7 @@ from hf_private.tasks.synthetic import synthetic_batch
 
 RESULTS = Path(__file__).parent / "results"
 METHODS = {
-    "BK": {},
+    "BK": None,
     "RGP": CarrierConfig(r=8),
     "LSG": CarrierConfig(r=8, sparsity=0.3),
 }

@@ -43,17 +43,11 @@ def power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.pow(2.0, exponent.double()).to(dtype)
 
 
-def rescaled(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """`(y, e)` with x_n = 2^e_n y_n for `x` (N, T, features), exactly, where y's entries are at most 1; (x, None) if
-    they are of a harmless size already."""
-    if x.is_meta:
-        return x, None
+def rescaled(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`(y, e)` with x_n = 2^e_n y_n for `x` (N, T, features), exactly, where y's entries are at most 1."""
     least, most = torch.aminmax(x.flatten(1), dim=1)
     largest = torch.maximum(-least, most)
-    # Zero and what is not finite need no scale. On other devices the look costs more than the product.
-    if x.device.type == "cpu" and not bool((((largest < SAFE[0]) & (largest > 0)) | (largest > SAFE[1])).any()):
-        return x, None
-    usual = torch.isfinite(largest) & (largest > 0)
+    usual = torch.isfinite(largest) & (largest > 0)  # the others need no scale
     exponent = torch.frexp(largest.where(usual, 1)).exponent.clamp(-120, 120)
     return x * per_record(power_of_two(-exponent, x.dtype), x), exponent
 
@@ -61,23 +55,46 @@ def rescaled(x: Tensor) -> tuple[Tensor, Tensor | None]:
 class Gram:
     """`x x^T` (N, T, T) of `x` (N, T, features), kept as strips of its upper half: the lower one is the same.
 
-    Each record is scaled by a power of two first, 2^-exponent: a square may underflow where the gradient, a product
-    with something large, does not.
+    A square may underflow where the gradient, a product with something large, does not. Then each record is scaled by
+    a power of two, 2^-exponent. On a CPU, where a search for the largest entry takes longer than the product, the
+    lengths on the diagonal show first whether it is needed; on other devices, that look would cost more.
 
     The seam for a kernel: one that gives `dot` of two inputs without their Gram matrices replaces this class.
     """
 
     STRIP = 32  # positions; narrower strips save more operations and run less well
 
+    strips: list[Tensor]
+    lengths: Tensor  # |x_t|: (N, T), as they were scaled
+
     def __init__(self, x: Tensor) -> None:
-        wide, self.exponent = rescaled(widen(x))
+        wide = widen(x)
+        self.exponent: Tensor | None = None
+        if x.device.type not in ("cpu", "meta"):
+            wide, self.exponent = rescaled(wide)
+        self._multiply(wide)
+        if x.device.type == "cpu" and not self._is_safe(features=x.shape[2]):
+            wide, self.exponent = rescaled(wide)
+            self._multiply(wide)
+
+    def _multiply(self, x: Tensor) -> None:
         length = x.shape[1]
-        columns, width = wide.mT, min(self.STRIP, max(self.STRIP // 2, length // 2))
-        self.strips = [torch.bmm(wide[:, t : t + width], columns[:, :, t:]) for t in range(0, length, width)]
+        columns, width = x.mT, min(self.STRIP, max(self.STRIP // 2, length // 2))
+        self.strips = [torch.bmm(x[:, t : t + width], columns[:, :, t:]) for t in range(0, length, width)]
         diagonals = [strip.diagonal(dim1=1, dim2=2) for strip in self.strips]
-        self.lengths = torch.cat(diagonals, 1).clamp_(min=0).sqrt_()  # |x_t|: (N, T)
+        self.lengths = torch.cat(diagonals, 1).clamp_(min=0).sqrt_()
         for strip in self.strips[:-1]:  # beyond its diagonal block, a strip stands for its mirror image too:
             strip[:, :, width:].mul_(math.sqrt(2))  # 2 = sqrt(2) sqrt(2), a half for each side of `dot`
+
+    def _is_safe(self, features: int) -> bool:
+        """Whether each record's largest entry is at least SAFE[0], and no product of rows exceeds features SAFE[1]^2.
+
+        The longest of the rows tells: an entry is at least its length divided by sqrt(features). A length of 0 may be
+        one that underflowed, and one that is not finite may be one that overflowed, so neither is safe.
+        """
+        longest = self.lengths.amax(1)
+        least, most = (limit * math.sqrt(features) for limit in SAFE)
+        return bool(((longest >= least) & (longest <= most)).all())
 
     def dot(self, other: "Gram") -> Tensor:
         """Sum over all t, s of the products of both matrices, as they were scaled: (N,)."""

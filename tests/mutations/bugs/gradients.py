@@ -234,7 +234,13 @@ MUTANTS = (
     Mutant(
         "squares of factors underflow before the Gram product",
         "gradients/persample.py",
-        (("wide, self.exponent = rescaled(widen(x))", "wide, self.exponent = widen(x), None"),),
+        (('if x.device.type == "cpu" and not self._is_safe(features=x.shape[2]):', "if False:"),),
+        "tests/gradients/test_persample.py::test_norms_of_factors_whose_squares_are_out_of_range",
+    ),
+    Mutant(
+        "a length that underflowed to 0 counts as safe",
+        "gradients/persample.py",
+        (("(longest >= least) & ", "((longest >= least) | (longest == 0)) & "),),
         "tests/gradients/test_persample.py::test_norms_of_factors_whose_squares_are_out_of_range",
     ),
     Mutant(
