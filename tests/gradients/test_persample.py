@@ -132,6 +132,14 @@ def test_norms_of_factors_whose_squares_are_out_of_range(positions, scale):
     assert (value.sq_norm() >= value.dense().flatten(1).square().sum(1) * (1 - 1e-6)).all()
 
 
+@pytest.mark.parametrize("scale", [1e-25, 1e-22, 1e-10, 1e6, 1e22])
+def test_norms_of_a_record_whose_squares_are_all_out_of_range(scale):
+    """The lengths underflow to 0 or overflow, and no other record of the batch shows that a scale is needed."""
+    left, right = torch.randn(1, 40, 50), torch.randn(1, 40, 60)
+    value = Outer(left * scale, right / scale)
+    torch.testing.assert_close(value.sq_norm(), Outer(left, right).sq_norm(), rtol=1e-4, atol=0)
+
+
 def test_a_position_that_is_tiny_beside_another_is_not_lost():
     """Its square is 0 in float32 on one side, and the norm must err upward."""
     left, right = torch.zeros(1, 2, 50), torch.zeros(1, 2, 50)

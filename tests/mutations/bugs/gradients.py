@@ -241,7 +241,7 @@ MUTANTS = (
         "a length that underflowed to 0 counts as safe",
         "gradients/persample.py",
         (("(longest >= least) & ", "((longest >= least) | (longest == 0)) & "),),
-        "tests/gradients/test_persample.py::test_norms_of_factors_whose_squares_are_out_of_range",
+        "tests/gradients/test_persample.py::test_norms_of_a_record_whose_squares_are_all_out_of_range",
     ),
     Mutant(
         "a position whose square underflows is lost from the norm",
