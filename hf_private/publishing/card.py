@@ -14,9 +14,9 @@ from huggingface_hub import ModelCard
 from hf_private.spending.statement import STATEMENT, build_statement, read_statement, to_text
 
 from .curve import CURVE_FILE
-from .prose import cut
+from .plain_text import cut
 from .section import TAGS, card_tags, render_caution, render_curve, render_section, yaml_block
-from .words import in_own_words
+from .template_versions import in_own_words
 
 CARD = "README.md"
 BEGIN, END = "<!-- hf-private: begin {} -->", "<!-- hf-private: end {} -->"

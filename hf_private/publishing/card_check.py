@@ -17,10 +17,10 @@ from .card import CARD, split_card
 from .claims import Claim, find_claims
 from .curve import CURVE_FILE
 from .findings import UNKNOWN, WARNING, WRONG, Found
-from .prose import cut
+from .plain_text import cut
 from .section import TAGS, render_caution, render_curve, render_section, template_fields, yaml_block
 from .snapshot import Snapshot
-from .words import is_known, template
+from .template_versions import is_known, template
 
 METADATA_LIMIT = 50_000  # letters of YAML, whose parser is slow
 PATH_LIMIT = 200  # letters of the path to a key

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .prose import plain_text
-from .vocabulary import (
+from .claim_vocabulary import (
     AFTER_CARDINAL,
     ATTACHED,
     BUDGET,
@@ -29,6 +28,7 @@ from .vocabulary import (
     PRIVATE,
     UNITS,
 )
+from .plain_text import plain_text
 
 CONTEXT = 300  # letters to each side that say what an epsilon is
 REACH = 12  # tokens between a name and its number

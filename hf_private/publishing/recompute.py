@@ -13,7 +13,7 @@ from hf_private.spending.statement import STATEMENT, rebuild, round_up
 from hf_private.spending.units import draws_units, unit_of
 
 from .findings import UNKNOWN, WRONG, Found
-from .words import in_own_words, is_known
+from .template_versions import in_own_words, is_known
 
 TOLERANCE = 1e-3  # of an accountant's number, between machines
 COMPUTED = ("guarantee.accountants", "guarantee.epsilon_", "guarantee.risk", "accounting.")

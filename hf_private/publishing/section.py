@@ -11,7 +11,7 @@ from typing import Any
 from hf_private.spending.statement import STATEMENT, to_text
 
 from .curve import curve_svg
-from .words import template
+from .template_versions import template
 
 TAGS = ("differential-privacy", "differential_privacy", "dp-sgd")
 SHOWN = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4)  # rows of 0.1.0's table of delta(epsilon), as multiples of epsilon

@@ -20,7 +20,7 @@ from hf_private.publishing.card import CARD, render_card, split_card, weight_has
 from hf_private.publishing.curve import CURVE_FILE
 from hf_private.publishing.schema import violations
 from hf_private.publishing.section import TAGS, card_tags, render_section
-from hf_private.publishing.words import in_own_words
+from hf_private.publishing.template_versions import in_own_words
 from hf_private.spending.statement import STATEMENT, build_statement, read_statement, rebuild, round_up, schema
 from tests.support import zoo
 from tests.support.card_facts import event, facts, saved_model

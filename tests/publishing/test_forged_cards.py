@@ -18,9 +18,9 @@ from hf_private import __version__
 from hf_private.publishing.card import CARD, write_files
 from hf_private.publishing.claims import find_claims
 from hf_private.publishing.curve import CURVE_FILE
-from hf_private.publishing.prose import plain_text
+from hf_private.publishing.plain_text import plain_text
+from hf_private.publishing.template_versions import in_own_words
 from hf_private.publishing.verify import verify
-from hf_private.publishing.words import in_own_words
 from hf_private.spending.statement import STATEMENT, build_statement, read_statement, rebuild
 from tests.support.card_facts import event, facts, saved_model
 

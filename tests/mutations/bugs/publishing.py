@@ -27,7 +27,7 @@ MUTANTS = (
     ),
     Mutant(
         "an old card is compared with new words",
-        "publishing/words.py",
+        "publishing/template_versions.py",
         (("return known[-1] if known else None", "return _folders()[-1]"),),
         "tests/publishing/test_forged_cards.py::test_an_old_card_is_held_to_the_old_words",
     ),
@@ -80,19 +80,19 @@ MUTANTS = (
     ),
     Mutant(
         "a claim in HTML entities",
-        "publishing/prose.py",
+        "publishing/plain_text.py",
         (("html.unescape(html.unescape(text))", "text"),),
         "tests/publishing/test_forged_cards.py::test_a_forged_card_is_caught[prose: numeric html entity-0.1.0]",
     ),
     Mutant(
         "a claim in LaTeX",
-        "publishing/prose.py",
+        "publishing/plain_text.py",
         (('LATEX_SYMBOLS.get(found[1], " ")', '" "'),),
         "tests/publishing/test_forged_cards.py::test_a_forged_card_is_caught[prose: latex-0.1.0]",
     ),
     Mutant(
         "a claim in look-alike letters",
-        "publishing/prose.py",
+        "publishing/plain_text.py",
         ((".casefold().translate(LOOK_ALIKES)", ".casefold()"),),
         "tests/publishing/test_forged_cards.py::test_a_forged_card_is_caught[prose: cyrillic letter-0.1.0]",
     ),
