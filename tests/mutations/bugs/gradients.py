@@ -240,7 +240,7 @@ MUTANTS = (
     Mutant(
         "a length that underflowed to 0 counts as safe",
         "gradients/persample.py",
-        (("(longest >= least) & ", "((longest >= least) | (longest == 0)) & "),),
+        (("return least <= shortest and", "return (least <= shortest or not shortest) and"),),
         "tests/gradients/test_persample.py::test_norms_of_a_record_whose_squares_are_all_out_of_range",
     ),
     Mutant(
