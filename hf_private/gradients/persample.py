@@ -89,8 +89,8 @@ class Gram:
     def _is_safe(self, features: int) -> bool:
         """Whether each record's largest entry is at least SAFE[0], and no product of rows exceeds features SAFE[1]^2.
 
-        The longest row of a record tells: an entry is at least its length divided by sqrt(features). A length of 0 may be
-        one that underflowed, and one that is not finite may be one that overflowed, so neither is safe.
+        The longest row of a record tells: an entry is at least its length divided by sqrt(features). A length of 0 may
+        be one that underflowed, and one that is not finite may be one that overflowed, so neither is safe.
         """
         shortest, longest = (x.item() for x in self.lengths.amax(1).aminmax())  # of the records; NaN is not safe
         least, most = (limit * math.sqrt(features) for limit in SAFE)
