@@ -18,6 +18,7 @@ from transformers import EvalPrediction, Trainer, TrainerCallback, TrainingArgum
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
+from hf_private.accounting.signal import noise_to_signal
 from hf_private.config import DPConfig
 from hf_private.distributed.fsdp import run_collectively
 from hf_private.distributed.ranks import Ranks
@@ -422,8 +423,21 @@ class DPTrainer(PublishingTrainer):
             dummy=lambda: self._prepare_inputs(self.public_batch(1, LENGTH)),
             log_nonprivate=config.log_nonprivate,
         )
+        self._announce_noise(method, run.plan.noise_multiplier)
         self._mechanism.steps = self.state.global_step  # with a test key, a resumed run repeats the noise of its steps
         self._gradients_checked = False
+
+    def _announce_noise(self, method: Method, noise_multiplier: float) -> None:
+        """Say how loud the noise of a step is; warn if the run may learn nothing. It reads no data."""
+        if not noise_multiplier or not self.is_world_process_zero():
+            return
+        noised = sum(shape.numel() for shape in method.blocks.values())
+        # GEP splits a step into two releases, each with more noise than the effective multiplier
+        found = noise_to_signal(max(method.releases(noise_multiplier)), noised, self.expected_batch_size)
+        if found.warning:
+            logger.warning(found.warning)
+        else:
+            logger.info(str(found))
 
     def public_batch(
         self, batch_size: int, length: int, generator: torch.Generator | None = None
