@@ -2,6 +2,8 @@
 
 A release is a folder of a saved model, or a repository on the Hub, with privacy.json. Checkpoints of
 one run share their steps: pass the last one only. Releases on disjoint records need no composition.
+Releases per unit (`unit_column`) add up if units were drawn and the column has the same name; equal ids
+must mean the same people. The joint epsilon is then per unit.
 
 example:
   hf-private compose first/model second/model --delta 1e-5
@@ -53,7 +55,10 @@ def run(args: argparse.Namespace) -> int:
         (model, own["epsilon"], own["delta"], statements[model]["mechanism"]["steps"])
         for model, own in guarantees.items()
     ]
-    print_table("Releases on the same records", ("release", "epsilon", "delta", "steps"), rows)
+    per_unit = any(statement["privacy_unit"]["unit"] == "unit" for statement in statements.values())
+    print_table(
+        f"Releases on the same {'units' if per_unit else 'records'}", ("release", "epsilon", "delta", "steps"), rows
+    )
     print("Together: NOT PRIVATE." if math.isinf(epsilon) else f"Together: epsilon = {epsilon}, delta = {delta}.")
     if risk:
         print(risk)
@@ -97,8 +102,7 @@ def read_releases(models: list[str]) -> dict[str, dict[str, Any]]:
             raise UsageError(
                 f"argument PATH_OR_REPO: {ledgers[head]!r} and {model!r} share one ledger: pass one of them"
             )
-        if statement["privacy_unit"]["unit"] != "record":
-            raise UsageError(f"argument PATH_OR_REPO: must be releases whose unit is one record, got {model!r}")
+        _check_unit(model, statement, statements)
         if statement["tuning"]["law"] not in (None, "fixed"):
             raise UsageError(
                 f"argument PATH_OR_REPO: must not be charged for a random number of runs, which cannot be composed,"
@@ -107,3 +111,21 @@ def read_releases(models: list[str]) -> dict[str, dict[str, Any]]:
         statements[model] = statement
         ledgers[head] = model
     return statements
+
+
+def _check_unit(model: str, statement: dict[str, Any], others: dict[str, dict[str, Any]]) -> None:
+    """Refuse a release whose epsilon is not per the same unit as the others', or is that of a group of records."""
+    from hf_private.spending.units import unit_of_statement
+
+    unit = statement["privacy_unit"]
+    if unit["unit"] != "record" and unit.get("sampling") != "units":
+        raise UsageError(
+            "argument PATH_OR_REPO: must be releases whose unit is one record, or that draw units"
+            f" (unit_sampling='units'), got {model!r}"
+        )
+    for other, known in others.items():
+        if unit_of_statement(known) != unit_of_statement(statement):
+            raise UsageError(
+                f"argument PATH_OR_REPO: must be releases with the same unit, got {other!r} and {model!r}: epsilons of"
+                " different units do not add up"
+            )

@@ -168,6 +168,18 @@ def test_the_step_clips_each_unit_once(family, kind, mode):
     assert_close(got, released(method, wanted, clipping, 4))
 
 
+def test_a_unit_of_500_rows_is_clipped_once():
+    model, loss = zoo.build("gpt2")
+    counts = (1, 500, 3)
+    rows = torch.arange(sum(counts)) % 50  # there are not more different rows of this length
+    batch = {name: value[rows] for name, value in zoo.make_batch(model.eval(), 50).items()}
+    wanted = unit_gradients(model, loss, batch, counts)
+    clipping = Clipping("flat", oracle.norms(wanted).min().item() / 2)
+    mechanism = make(model, loss, clipping=clipping)
+    mechanism.step(collated(batch, counts))
+    assert_close(gradients(model), released(mechanism.method, wanted, clipping, 4))
+
+
 @pytest.mark.parametrize("family", ["t5", "llama", "vit", "bert-choice", "resnet-gn"])
 def test_the_step_is_exact_for_other_families(family):
     model, loss = zoo.build(family)

@@ -1,6 +1,6 @@
 """All bugs: most were found in other libraries, the rest are easily made. A patch is (old text, new text)."""
 
-from .bugs import accounting, gradients, mechanism, methods, package, publishing, spending, tasks, trainer
+from .bugs import accounting, cli, gradients, mechanism, methods, package, publishing, spending, tasks, trainer
 from .mutant import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -13,4 +13,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *spending.MUTANTS,
     *publishing.MUTANTS,
     *trainer.MUTANTS,
+    *cli.MUTANTS,
 )

@@ -9,13 +9,14 @@ import pytest
 import torch
 from transformers import BertForSequenceClassification
 
-from hf_private.accounting.budget import group_epsilon
+from hf_private.accounting.budget import epsilon, group_epsilon
 from hf_private.accounting.events import Event
 from hf_private.audit.step import audit_step
 from hf_private.cli.main import main
 from hf_private.config import DPConfig
 from hf_private.publishing.verify import verify
 from hf_private.spending.ledger import LedgerError
+from hf_private.spending.statement import round_up
 from tests.support import training, zoo
 from tests.support.training import KEY
 
@@ -311,11 +312,26 @@ def test_audits_of_records_are_refused(tmp_path):
         audit_step(training.trainer(tmp_path, dp={"augmentations": 2}))
 
 
-def test_releases_per_unit_are_not_composed_with_those_per_record(tmp_path, capsys):
-    for name, dp in (("units", UNITS | {"records_per_unit": 1}), ("records", {"expected_batch_size": 4})):
+def test_releases_compose_per_unit_if_all_draw_the_same_unit(tmp_path, capsys):
+    runs = {
+        "units": UNITS,
+        "again": UNITS | {"records_per_unit": 1},
+        "group": UNITS | {"unit_sampling": "records"},
+        "records": {"expected_batch_size": 4},
+    }
+    for name, dp in runs.items():
         made = training.trainer(tmp_path / f"run {name}", dp=dp, records=records(), max_steps=1)
         made.train()
         made.save_model(tmp_path / name)
-    with pytest.raises(SystemExit):
-        main(["compose", str(tmp_path / "units"), str(tmp_path / "records")])
-    assert "unit is one record" in capsys.readouterr().err
+    places = {name: str(tmp_path / name) for name in runs}
+    capsys.readouterr()
+    main(["compose", places["units"], places["again"], "--json"])
+    found = json.loads(capsys.readouterr().out)
+    statements = [json.loads((tmp_path / name / "privacy.json").read_text()) for name in ("units", "again")]
+    events = [Event.from_dict(event) for statement in statements for event in statement["ledger"]["events"]]
+    assert all(event.sample_rate == 4 / 12 for event in events)
+    assert found["epsilon"] == round_up(epsilon(events, found["delta"]).epsilon)
+    for others in (["units", "records"], ["records", "units"], ["units", "group"], ["group"]):
+        with pytest.raises(SystemExit):
+            main(["compose", *(places[name] for name in others)])
+        assert "unit" in capsys.readouterr().err
