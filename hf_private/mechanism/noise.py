@@ -8,6 +8,7 @@ Limits: rounding a float64 sum to float32 hides the low bits that floating-point
 2022). This is a mitigation, not a proof, which would need a discrete Gaussian.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -32,7 +33,8 @@ class NoiseSource:
     """Gaussian noise that nobody can replay.
 
     `kind="secure"` turns an AES-256-CTR keystream into normals by Box-Muller in float64. `kind="fast"` uses torch's
-    generators on the device of the tensor: they are not cryptographic, and the card says so.
+    generators on the device of the tensor, or on the CPU if it has none: they are not cryptographic, and the card says
+    so.
 
     `key=None` draws 32 bytes from the operating system; they are never saved, and the source refuses to be pickled.
     Ranks share a `Key.shared(broadcast)`. Bytes fix the noise for tests: `reproducible` is True, and the run is NOT
@@ -152,11 +154,23 @@ def _fast_normals(stream: Keystream, start: int, like: Tensor) -> Tensor:
     """
     end = start + like.numel()
     chunks = range(start // _FAST_CHUNK, -(-end // _FAST_CHUNK))
-    drawn = torch.empty(len(chunks), 2, _FAST_CHUNK, device=like.device)
+    device = _generator_device(like.device)
+    drawn = torch.empty(len(chunks), 2, _FAST_CHUNK, device=device)
     for row, chunk in zip(drawn, chunks, strict=True):
-        row.normal_(generator=_generator(stream, chunk, like.device))
+        row.normal_(generator=_generator(stream, chunk, device))
     first = chunks.start * _FAST_CHUNK
-    return drawn.sum(1, dtype=torch.float64).mul_(math.sqrt(0.5)).view(-1)[start - first : end - first]
+    normals = drawn.sum(1, dtype=torch.float64).mul_(math.sqrt(0.5)).view(-1)[start - first : end - first]
+    return normals.to(like.device)
+
+
+@functools.cache
+def _generator_device(device: torch.device) -> torch.device:
+    """Where noise for a device is drawn: there, or on the CPU if torch has no generator for it."""
+    try:
+        torch.Generator(device)
+    except RuntimeError:
+        return torch.device("cpu")
+    return device
 
 
 def _generator(stream: Keystream, chunk: int, device: torch.device) -> torch.Generator:

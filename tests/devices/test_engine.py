@@ -1,0 +1,30 @@
+"""Steps on an emulated accelerator against the CPU, in a process of their own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.devices.engine import CASES
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    path = tmp_path_factory.mktemp("devices") / "found.pt"
+    command = [sys.executable, "-m", "tests.support.devices.engine", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return torch.load(path)
+
+
+@pytest.mark.parametrize("noise", ["secure", "fast"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_on_a_device_is_that_of_the_cpu_to_the_last_bit(found, case, noise):
+    result = found[case, noise]
+    for here, there in zip(result["cpu"], result["emu"], strict=True):
+        assert torch.equal(there, here)
+    assert not result["mixed"] and not result["copied_to_host"]

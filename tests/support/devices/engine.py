@@ -1,0 +1,108 @@
+"""Run by tests/devices in a process of its own: each method for two steps on the CPU and on the emulated device."""
+
+import sys
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from hf_private.gradients.bookkeeper import trainable
+from hf_private.gradients.method import Full, Method
+from hf_private.mechanism.clipping import Clipping
+from hf_private.mechanism.noise import NoiseSource
+from hf_private.mechanism.step import Mechanism
+from hf_private.methods.carriers.config import CarrierConfig
+from hf_private.methods.gep.config import AnchorConfig
+from hf_private.methods.gep.public_data import AnchorBooks
+from tests.support import zoo
+from tests.support.devices import emulated
+
+KEY = bytes(range(32))
+MICRO_BATCHES = 3
+
+CASES: dict[str, tuple[str, str]] = {  # model of the zoo, method
+    "BK": ("bert", "full"),
+    "BK, convolutions": ("resnet-gn", "full"),
+    "LoRA": ("bert", "lora"),
+    "RGP": ("bert", "rgp"),
+    "LSG": ("bert", "lsg"),
+    "GEP": ("bert", "gep"),
+}
+
+
+def prepared(case: str, device: str) -> tuple[nn.Module, Any, Method, list[dict[str, Tensor]]]:
+    """Model on a device, loss, method and micro-batches."""
+    name, kind = CASES[case]
+    # torch's fused attention takes another kernel on the CPU than on other devices, and sums in another order.
+    model, _ = zoo.build(name, torch.float32, **({} if name in zoo.PLAIN else {"attn_implementation": "eager"}))
+    parts = [zoo.make_batch(model, 4, seed=seed) for seed in range(MICRO_BATCHES)]
+    public = zoo.make_batch(model, 6, seed=9)
+    if kind == "lora":
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["query"], init_lora_weights=False))
+    model.eval().to(device)
+    loss = zoo.loss_of(model)
+    method: Method = Full()
+    if kind in ("rgp", "lsg"):
+        method = CarrierConfig(r=2, sparsity=0.3 if kind == "lsg" else 0.0, refresh=1).build(model)
+    elif kind == "gep":
+        method = AnchorConfig(k=8, num_anchors=6, target_modules="all-linear", layers_to_transform=1).build(model)
+        there = {key: x.to(device) for key, x in public.items()}
+        method.books = AnchorBooks(model, loss, lambda step: [there])
+    return model, loss, method, [{key: x.to(device) for key, x in part.items()} for part in parts]
+
+
+def gradients(case: str, device: str, noise: str = "secure") -> tuple[list[Tensor], list[emulated.Counts]]:
+    """What two steps leave in `.grad`, and what each of them counted: the second knows every layout already."""
+    model, loss, method, parts = prepared(case, device)
+    mechanism = Mechanism(
+        model,
+        loss,
+        method=method,
+        clipping=Clipping(clip_norm=0.5),
+        noise=NoiseSource(noise, KEY),
+        noise_multiplier=1.0,
+        sample_rate=0.1,
+        expected_batch_size=8.0,
+        charge=lambda event: None,
+    )
+    found, counts = [], []
+    for _ in range(2):
+        with emulated.counted() as counted:
+            mechanism.step(parts)
+        found.append(torch.cat([p.grad.flatten().to("cpu") for p in trainable(model).values()]))
+        counts.append(counted)
+    return found, counts
+
+
+def forward_counts(case: str) -> emulated.Counts:
+    """What the model alone counts in the forward and backward passes of a step."""
+    model, loss, _, parts = prepared(case, "emu")
+    for part in parts:
+        loss(model, part).sum().backward()
+    with emulated.counted() as counted:
+        for part in parts:
+            loss(model, part).sum().backward()
+    return counted
+
+
+def main(path: str) -> None:
+    """Write what each case gives on both devices."""
+    library = emulated.register()
+    found = {}
+    for case in CASES:
+        for noise in ("secure", "fast"):
+            there, counts = gradients(case, "emu", noise)
+            found[case, noise] = {
+                "cpu": gradients(case, "cpu", noise)[0],
+                "emu": there,
+                "mixed": sum(counts[1].mixed.values()),
+                "copied_to_host": dict(counts[1].copied_to_host),
+            }
+    torch.save(found, path)
+    del library
+    emulated.leave()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
