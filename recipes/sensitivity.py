@@ -14,8 +14,10 @@ import contextlib
 import io
 import json
 import logging
+import signal
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ TEXT_HEADS = ("classification", "masked-lm", "seq2seq-lm", "causal-lm")
 RECORDS, MICRO_BATCH, LENGTH = 12, 6, 9
 CLIP_NORM = 1e-3  # below every record's norm: a record that changes another's direction shows at full size
 ALLOWED = 1.001
+RESULT_NAMES = ("accepted", "refused", "coupled", "not built", "not finished")
 
 
 def varied(model: nn.Module) -> list[dict[str, Tensor]]:
@@ -100,6 +103,36 @@ class Measurement(TrainerCallback):
             return self.trainer._mechanism._clipped_sums(micro_batches)
 
 
+class TimeLimit(BaseException):
+    """A model takes too long. Not an `Exception`, so that it is not counted as a refusal."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """Raise `TimeLimit` after so many seconds."""
+
+    def stop(*_: Any) -> None:
+        raise TimeLimit
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def measure_in_time(model_type: str, head: str, bf16: bool, seconds: int) -> dict[str, Any]:
+    """One row of the table; a model that takes longer than `seconds` is not finished."""
+    try:
+        with time_limit(seconds):
+            return measure(model_type, head, bf16)
+    except TimeLimit:
+        row = {"type": model_type, "head": head, "precision": "bf16" if bf16 else "float32"}
+        return row | {"result": "not finished", "why": f"took more than {seconds} s"}
+
+
 def measure(model_type: str, head: str, bf16: bool) -> dict[str, Any]:
     """One row of the table."""
     row: dict[str, Any] = {"type": model_type, "head": head, "precision": "bf16" if bf16 else "float32"}
@@ -154,11 +187,11 @@ def _short(error: Exception) -> str:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Counts, then every model."""
-    lines = ["`python recipes/sensitivity.py`", "", "| precision | accepted | refused | coupled | not built |"]
-    lines += ["| --- | --- | --- | --- | --- |"]
+    lines = ["`python recipes/sensitivity.py`", "", f"| precision | {' | '.join(RESULT_NAMES)} |"]
+    lines += ["| --- " * (len(RESULT_NAMES) + 1) + "|"]
     for precision in ("float32", "bf16"):
         results = [row["result"] for row in rows if row["precision"] == precision]
-        counts = [str(results.count(name)) for name in ("accepted", "refused", "coupled", "not built")]
+        counts = [str(results.count(name)) for name in RESULT_NAMES]
         lines.append(f"| {precision} | {' | '.join(counts)} |")
     lines += [
         "",
@@ -176,6 +209,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="model types, all by default")
     parser.add_argument("--heads", nargs="*", default=list(TEXT_HEADS), choices=TEXT_HEADS)
+    parser.add_argument("--timeout", type=int, default=300, help="seconds for one model")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     parser.add_argument("--output", default="sensitivity", help="name of the results in recipes/results")
     args = parser.parse_args()
@@ -184,14 +218,15 @@ def main() -> int:
     torch.set_num_threads(1)
     path = RESULTS / f"{args.output}.json"
     rows = [] if args.fresh or not path.is_file() else json.loads(path.read_text())
+    rows = [row for row in rows if row["result"] != "not finished"]
     done = {(row["type"], row["head"], row["precision"]) for row in rows}
     pairs = [(t, head) for head in args.heads for t in sorted(HEADS[head]) if not args.only or t in args.only]
     for model_type, head in tqdm(pairs, desc="models"):
         for bf16 in (False, True):
             if (model_type, head, "bf16" if bf16 else "float32") not in done:
-                rows.append(measure(model_type, head, bf16))
+                rows.append(measure_in_time(model_type, head, bf16, args.timeout))
                 path.write_text(json.dumps(rows, indent=1) + "\n")
-    path.with_suffix(".md").write_text(table(rows))
+                path.with_suffix(".md").write_text(table(rows))
     coupled = [row for row in rows if row["result"] == "coupled"]
     for row in coupled:
         print(f"COUPLED: {row}")
