@@ -193,6 +193,9 @@ def table(rows: list[dict[str, Any]]) -> str:
         results = [row["result"] for row in rows if row["precision"] == precision]
         counts = [str(results.count(name)) for name in RESULT_NAMES]
         lines.append(f"| {precision} | {' | '.join(counts)} |")
+    listed = 2 * sum(len(HEADS[head]) for head in TEXT_HEADS)
+    if len(rows) < listed:
+        lines += ["", f"Partial: {len(rows)} of {listed} rows were measured; the others are missing, not accepted."]
     lines += [
         "",
         f"Sensitivity is in units of the clip norm, at most {ALLOWED} allowed; the larger of two sets of records.",
