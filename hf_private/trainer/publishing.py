@@ -28,8 +28,8 @@ from hf_private.spending.statement import POST_PROCESSING, STATEMENT, read_state
 
 from .provenance import Provenance
 
-# A mixin stands before a Trainer class among the bases: what it calls with super() is that class's. Only a type checker
-# needs to see Trainer here.
+# A mixin stands before a Trainer class among the bases, and what it calls with super() is that class's. Only a type
+# checker needs to see Trainer here.
 TrainerBase = Trainer if TYPE_CHECKING else object
 
 logger = logging.get_logger(__name__)

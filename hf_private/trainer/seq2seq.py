@@ -16,7 +16,9 @@ class DPSeq2SeqTrainer(PrivateMixin, Seq2SeqTrainer):
 
     >>> from transformers import Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
     >>> from hf_private import DPConfig
-    >>> config = T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=50, decoder_start_token_id=0)
+    >>> config = T5Config(
+    ...     d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=50, decoder_start_token_id=0
+    ... )
     >>> records = [{"input_ids": [7, 8, 9, 10 + i], "labels": [10 + i, 1]} for i in range(40)]
     >>> args = Seq2SeqTrainingArguments(
     ...     getfixture("tmp_path"), max_steps=2, report_to=[], disable_tqdm=True, logging_strategy="no"
