@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .publishing.verify import verify
     from .spending.ledger import PrivacyLedger
     from .trainer.callbacks import PrivacyCallback
+    from .trainer.seq2seq import DPSeq2SeqTrainer
     from .trainer.trainer import DPTrainer
 
 __version__ = "0.2.0.dev0"
@@ -28,6 +29,7 @@ __all__ = [
     "BookKeeper",
     "CarrierConfig",
     "DPConfig",
+    "DPSeq2SeqTrainer",
     "DPTrainer",
     "PrivacyCallback",
     "PrivacyLedger",
@@ -40,6 +42,7 @@ _MODULES = {
     "BookKeeper": "gradients.bookkeeper",
     "CarrierConfig": "methods.carriers.config",
     "DPConfig": "config",
+    "DPSeq2SeqTrainer": "trainer.seq2seq",
     "DPTrainer": "trainer.trainer",
     "PrivacyCallback": "trainer.callbacks",
     "PrivacyLedger": "spending.ledger",

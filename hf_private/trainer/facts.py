@@ -9,12 +9,12 @@ from hf_private import __version__
 from hf_private.tasks.heads import base_model
 
 if TYPE_CHECKING:
-    from .trainer import DPTrainer
+    from .trainer import PrivateMixin
 
 LIBRARIES = ("torch", "transformers", "accelerate", "peft", "datasets", "dp-accounting", "prv-accountant")
 
 
-def public_facts(trainer: "DPTrainer") -> dict[str, Any]:
+def public_facts(trainer: "PrivateMixin") -> dict[str, Any]:
     """The facts of a `DPTrainer`, as plain values."""
     dataset, base = trainer.train_dataset, getattr(base_model(trainer.model), "config", None)
     info, adapters = getattr(dataset, "info", None), getattr(trainer.model, "peft_config", None) or {}

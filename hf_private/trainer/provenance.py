@@ -33,7 +33,7 @@ from hf_private.tasks.heads import base_model
 from .resume import check_checkpoint
 
 if TYPE_CHECKING:
-    from .publishing import PublishingTrainer
+    from .publishing import PublishingMixin
 
 
 def changed_outside(name: str) -> LedgerError:
@@ -53,7 +53,7 @@ class Provenance:
         trainer: Its `spending`, `ranks`, `dp_config` and `continues` are read when they are needed.
     """
 
-    def __init__(self, trainer: "PublishingTrainer") -> None:
+    def __init__(self, trainer: "PublishingMixin") -> None:
         self.trainer = trainer
         self.post_processing: list[str] = []
         self.fingerprints: Fingerprints | None = None  # of the last run that has changed the weights

@@ -9,7 +9,7 @@ import copy
 import shutil
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import CommitInfo
 from torch import nn
@@ -27,6 +27,10 @@ from hf_private.spending.spending import LEDGER, Spending
 from hf_private.spending.statement import POST_PROCESSING, STATEMENT, read_statement
 
 from .provenance import Provenance
+
+# A mixin stands before a Trainer class among the bases, and what it calls with super() is that class's. Only a type
+# checker needs to see Trainer here.
+TrainerBase = Trainer if TYPE_CHECKING else object
 
 logger = logging.get_logger(__name__)
 
@@ -48,8 +52,8 @@ def own_arguments(args: TrainingArguments) -> TrainingArguments:
     return args
 
 
-class PublishingTrainer(Trainer):
-    """Trainer whose saved and pushed models carry a card that anyone can check.
+class PublishingMixin(TrainerBase):
+    """Makes the saved and pushed models of a Trainer class carry a card that anyone can check.
 
     Its `provenance` carries the spending of earlier training into each run, and refuses to save weights whose spending
     is not all in the ledger.
@@ -59,7 +63,7 @@ class PublishingTrainer(Trainer):
         continues: Folder or Hub repository with the statement of earlier training that cannot be found.
         spending: The ledger of the output folder.
         ranks: The processes that train together.
-        **arguments: Those of `Trainer`.
+        **arguments: Those of the Trainer class.
     """
 
     # pyrefly: ignore[bad-override-mutable-attribute]  Trainer's annotation allows None, as it is before __init__

@@ -214,7 +214,7 @@ def refused_overrides(trainer: Trainer) -> Iterator[str]:
     if getattr(trainer.args, "predict_with_generate", False) and not isinstance(trainer, Seq2SeqTrainer):
         yield (
             "`predict_with_generate` = True has no effect on DPTrainer, which does not generate. Use"
-            " `class Mine(DPTrainer, Seq2SeqTrainer)`, or set it to False."
+            " `DPSeq2SeqTrainer`, or set it to False."
         )
 
 

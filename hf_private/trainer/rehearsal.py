@@ -17,7 +17,7 @@ from transformers.utils import logging
 from hf_private.tasks.made_up import UnknownSchemaError, ranges_of, sample, schema_of
 
 if TYPE_CHECKING:
-    from .trainer import DPTrainer
+    from .trainer import PrivateMixin
 
 logger = logging.get_logger(__name__)
 
@@ -49,7 +49,7 @@ class MadeUpRecords(Sequence):
         return self._make(length, generator)
 
 
-def rehearse(trainer: "DPTrainer", steps: int = 2) -> None:
+def rehearse(trainer: "PrivateMixin", steps: int = 2) -> None:
     """Train, evaluate, save and resume on made-up records, with a copy of the model and the settings of `trainer`.
 
     The model, the ledger, the output folder and the Hub stay as they are. A copy of the model needs memory. Optimizers
@@ -71,7 +71,7 @@ def rehearse(trainer: "DPTrainer", steps: int = 2) -> None:
     logger.info(f"Rehearsal passed: {steps} steps, evaluation, checkpoint, resume and saving. Nothing was charged.")
 
 
-def _twin(trainer: "DPTrainer", folder: str, steps: int) -> "DPTrainer":
+def _twin(trainer: "PrivateMixin", folder: str, steps: int) -> "PrivateMixin":
     """A trainer of the same class and settings on made-up records, in another folder."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     args = copy.copy(trainer.args)

@@ -24,7 +24,7 @@ from hf_private.distributed.fsdp import run_collectively
 from hf_private.distributed.ranks import Ranks
 from hf_private.gradients.bookkeeper import trainable
 from hf_private.gradients.method import Method
-from hf_private.gradients.selfcheck import LENGTH, self_check
+from hf_private.gradients.selfcheck import LENGTH, Loss, self_check
 from hf_private.mechanism.clipping import Clipping
 from hf_private.mechanism.noise import NoiseSource, reseed_global
 from hf_private.mechanism.sampling import PoissonLoader
@@ -55,7 +55,7 @@ from .guards import (
 from .interruption import GracefulStop
 from .loading import private_loader
 from .log_filter import LogFilter
-from .publishing import PublishingTrainer, own_arguments
+from .publishing import PublishingMixin, own_arguments
 from .refusals import refusals, refused_overrides
 from .rehearsal import rehearse
 from .resume import check_layout, last_checkpoint
@@ -70,38 +70,18 @@ class Keys(NamedTuple):
     noise: Key | bytes
 
 
-class DPTrainer(PublishingTrainer):
-    """Trainer whose model can be published: it fine-tunes with differential privacy, as `dp_config` says.
+class PrivateMixin(PublishingMixin):
+    """Makes a Trainer class private: `class Mine(PrivateMixin, SomeTrainer)`, with nothing of SomeTrainer copied.
 
-    Takes all that `Trainer` takes, and:
-
-    Args:
-        dp_config: Privacy settings, see `DPConfig`.
-        per_sample_loss: fn(outputs, labels) -> (B,), a loss for each record, in place of the one that fits the
-            model's head; `labels` is a dict if there are several. It replaces `compute_loss`.
-        anchor_dataset: Public records that span the subspace of `DPConfig.anchors`.
-        continues: Folder or Hub repository whose privacy.json this run continues, beside that of the base model: for
-            an adapter from `PeftModel.from_pretrained`, which does not keep where it came from, also if that was this
-            output folder.
-
-    `gradient_accumulation_steps` and `per_device_train_batch_size` change speed and memory only, once
-    `DPConfig.expected_batch_size` is set. Epochs are counted in steps of that size: an epoch is ceil(n / B) steps.
-
-    >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
-    >>> model = BertForSequenceClassification(
-    ...     BertConfig(hidden_size=8, num_attention_heads=1, num_hidden_layers=1, intermediate_size=8, vocab_size=50)
-    ... )
-    >>> records = [{"input_ids": [7, 8, 9, 10 + i], "labels": i % 2} for i in range(40)]
-    >>> folder = getfixture("tmp_path")
-    >>> args = TrainingArguments(folder, max_steps=2, report_to=[], disable_tqdm=True, logging_strategy="no")
-    >>> trainer = DPTrainer(model, args, dp_config=DPConfig(noise_multiplier=1.0), train_dataset=records)
-    >>> output = trainer.train()
-    {'train_runtime': ...}
-    >>> output.global_step
-    2
-    >>> trainer.privacy_spent().epsilon < 5
-    True
+    It takes the arguments that all Trainer classes begin with, those of privacy (see `DPTrainer`), and passes on the
+    rest by keyword. A class whose `compute_loss` is its own objective sets `objective_of` to that class, and returns
+    from `create_loss` the same objective with one value for each record.
     """
+
+    # The class whose `compute_loss` the loss of `create_loss` stands for. A subclass that overrides it is refused.
+    objective_of: type[Trainer] = Trainer
+    # The class of `args`.
+    arguments_class: type[TrainingArguments] = TrainingArguments
 
     # Tests set 32 bytes here to repeat a run. Whoever knows them can undo the noise: the run is then NOT PRIVATE.
     _test_key: bytes | None = None
@@ -114,25 +94,22 @@ class DPTrainer(PublishingTrainer):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
-        model_init: Callable[..., Any] | None = None,
-        compute_loss_func: Callable[..., Any] | None = None,
-        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
-        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
         *,
         dp_config: DPConfig | None = None,
         per_sample_loss: Callable[[Any, Any], Tensor] | None = None,
         anchor_dataset: Any = None,
         continues: str | Path | None = None,
-        **kwargs: Any,
+        **arguments: Any,
     ) -> None:
         if not isinstance(dp_config, DPConfig):
             raise ValueError(
                 f"`dp_config` must be a DPConfig, got {dp_config!r}. For instance DPConfig(target_epsilon=8.0)."
             )
-        args = TrainingArguments("tmp_trainer") if args is None else args
+        args = self.arguments_class("tmp_trainer") if args is None else args
+        if not isinstance(args, self.arguments_class):
+            raise ValueError(
+                f"`args` must be {self.arguments_class.__name__} for {type(self).__name__}, got {type(args).__name__}."
+            )
         self.per_sample_loss = per_sample_loss
         self.anchor_dataset = anchor_dataset
         self._given_batch_size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -142,15 +119,6 @@ class DPTrainer(PublishingTrainer):
         self._mechanism: Mechanism | None = None
         self._gradients_checked = False
         self.unit_column = UnitColumn(dp_config.unit_column)
-        optional = {  # passed on if given: the trainer of another library that is mixed in may not take them all
-            "model_init": model_init,
-            "compute_loss_func": compute_loss_func,
-            "compute_metrics": compute_metrics,
-            "callbacks": callbacks,
-            "optimizers": optimizers,
-            "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs,
-            "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
-        }
         super().__init__(
             dp_config=dp_config,
             continues=continues,
@@ -169,8 +137,7 @@ class DPTrainer(PublishingTrainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
-            **{name: value for name, value in optional.items() if value not in (None, (None, None))},
-            **kwargs,
+            **arguments,
         )
         self.dp_config = self._with_checked_anchors(dp_config)
         self.privacy_callback = PrivacyCallback(self.spending)
@@ -209,7 +176,7 @@ class DPTrainer(PublishingTrainer):
             train_dataset=self.train_dataset,
             data_collator=self.data_collator,
             compute_loss_func=self.compute_loss_func,
-            custom_compute_loss=type(self).compute_loss is not Trainer.compute_loss,
+            custom_compute_loss=type(self).compute_loss is not self.objective_of.compute_loss,
         )
         if found := [*problems, *refused_overrides(self)]:
             raise ValueError("\n".join(found))
@@ -357,6 +324,13 @@ class DPTrainer(PublishingTrainer):
             method.books = self._anchor_books()
         return method
 
+    def create_loss(self, model: nn.Module) -> Loss:
+        """fn(model, batch) -> (B,), the loss of each record: that of the model's head, or `per_sample_loss`.
+
+        Guarantee: The self-check at the start of `train()` runs on it, whatever a subclass returns.
+        """
+        return PerSampleLoss(model, self.per_sample_loss, self.args.label_smoothing_factor, self.args.label_names)
+
     def _with_checked_anchors(self, config: DPConfig) -> DPConfig:
         """The settings with the name and fingerprint of `anchor_dataset` in them."""
         own: Any = config.method_config  # parsed by DPConfig
@@ -381,13 +355,13 @@ class DPTrainer(PublishingTrainer):
             max_tokens=self.dp_config.micro_batch_tokens,
             seed=args.seed,
         )
-        loss = PerSampleLoss(self.model, self.per_sample_loss, args.label_smoothing_factor, args.label_names)
+        loss = self.create_loss(self.model)
         return AnchorBooks(self.model, loss, lambda step: map(self._prepare_inputs, data(step)), args.seed)
 
     def _attach(self, method: Method, sample_rate: float, steps: int) -> None:
         """Check the model, fix the noise and the number of steps that may be taken, and build the mechanism."""
         config, model = self.dp_config, self.accelerator.unwrap_model(self.model_wrapped)
-        loss = PerSampleLoss(model, self.per_sample_loss, self.args.label_smoothing_factor, self.args.label_names)
+        loss = self.create_loss(model)
         assert self.optimizer is not None and self._keys is not None, "Trainer and `train()` have made them"
         check_optimizer(self.optimizer, model)
         meet = self.args.per_device_train_batch_size > 1
@@ -492,4 +466,84 @@ class DPTrainer(PublishingTrainer):
             "`hyperparameter_search` cannot be combined with privacy: every trial spends, and so does choosing among"
             " them. Tune on public data, or train each setting in its own output_dir and add them up (`hf-private"
             " compose`)."
+        )
+
+
+class DPTrainer(PrivateMixin, Trainer):
+    """Trainer whose model can be published: it fine-tunes with differential privacy, as `dp_config` says.
+
+    Takes all that `Trainer` takes, and:
+
+    Args:
+        dp_config: Privacy settings, see `DPConfig`.
+        per_sample_loss: fn(outputs, labels) -> (B,), a loss for each record, in place of the one that fits the
+            model's head; `labels` is a dict if there are several. It replaces `compute_loss`.
+        anchor_dataset: Public records that span the subspace of `DPConfig.anchors`.
+        continues: Folder or Hub repository whose privacy.json this run continues, beside that of the base model: for
+            an adapter from `PeftModel.from_pretrained`, which does not keep where it came from, also if that was this
+            output folder.
+
+    `gradient_accumulation_steps` and `per_device_train_batch_size` change speed and memory only, once
+    `DPConfig.expected_batch_size` is set. Epochs are counted in steps of that size: an epoch is ceil(n / B) steps.
+
+    >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+    >>> model = BertForSequenceClassification(
+    ...     BertConfig(hidden_size=8, num_attention_heads=1, num_hidden_layers=1, intermediate_size=8, vocab_size=50)
+    ... )
+    >>> records = [{"input_ids": [7, 8, 9, 10 + i], "labels": i % 2} for i in range(40)]
+    >>> folder = getfixture("tmp_path")
+    >>> args = TrainingArguments(folder, max_steps=2, report_to=[], disable_tqdm=True, logging_strategy="no")
+    >>> trainer = DPTrainer(model, args, dp_config=DPConfig(noise_multiplier=1.0), train_dataset=records)
+    >>> output = trainer.train()
+    {'train_runtime': ...}
+    >>> output.global_step
+    2
+    >>> trainer.privacy_spent().epsilon < 5
+    True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[..., Any] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
+        *,
+        dp_config: DPConfig | None = None,
+        per_sample_loss: Callable[[Any, Any], Tensor] | None = None,
+        anchor_dataset: Any = None,
+        continues: str | Path | None = None,
+        **kwargs: Any,
+    ) -> None:
+        optional = {  # passed on if given: the trainer of another library that is mixed in may not take them all
+            "model_init": model_init,
+            "compute_loss_func": compute_loss_func,
+            "compute_metrics": compute_metrics,
+            "callbacks": callbacks,
+            "optimizers": optimizers,
+            "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs,
+            "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
+        }
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            dp_config=dp_config,
+            per_sample_loss=per_sample_loss,
+            anchor_dataset=anchor_dataset,
+            continues=continues,
+            **{name: value for name, value in optional.items() if value not in (None, (None, None))},
+            **kwargs,
         )

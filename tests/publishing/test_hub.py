@@ -13,7 +13,7 @@ import yaml
 from transformers import Trainer
 
 from hf_private.publishing.release import reason_to_stay
-from hf_private.trainer.publishing import PublishingTrainer
+from hf_private.trainer.publishing import PublishingMixin
 from tests.support.hub_stub import Commit, HubStub
 
 TOKEN = "hf_" + "t" * 34
@@ -54,7 +54,7 @@ def pushed(request: pytest.FixtureRequest, runs: tuple) -> tuple[list[Commit], d
 
 @pytest.mark.parametrize("name", ["push_to_hub", "_push_from_checkpoint", "_save"])
 def test_overrides_keep_trainers_signatures(name: str) -> None:
-    theirs, ours = (inspect.signature(getattr(cls, name)).parameters for cls in (Trainer, PublishingTrainer))
+    theirs, ours = (inspect.signature(getattr(cls, name)).parameters for cls in (Trainer, PublishingMixin))
     assert [(p.name, p.kind, p.default) for p in ours.values()] == [
         (p.name, p.kind, p.default) for p in theirs.values()
     ]
@@ -65,7 +65,7 @@ def test_trainer_pushes_nowhere_else() -> None:
     functions = {name: value for name, value in vars(Trainer).items() if inspect.isfunction(value)}
     uploading = {name for name, value in functions.items() if "upload_folder(" in inspect.getsource(value)}
     assert uploading == {"push_to_hub", "_push_from_checkpoint"}
-    assert all(name in vars(PublishingTrainer) for name in uploading)
+    assert all(name in vars(PublishingMixin) for name in uploading)
 
 
 def test_what_arrives_can_be_verified(pushed) -> None:

@@ -4,6 +4,18 @@ from tests.mutations.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "a subclass of a private trainer brings a loss of the whole batch, and it is ignored",
+        "trainer/trainer.py",
+        (("type(self).compute_loss is not self.objective_of.compute_loss", "False"),),
+        "tests/trainer/test_seq2seq.py::test_a_loss_of_the_batch_is_refused",
+    ),
+    Mutant(
+        "label smoothing is left out of the private objective",
+        "trainer/trainer.py",
+        (("self.per_sample_loss, self.args.label_smoothing_factor,", "self.per_sample_loss, 0.0,"),),
+        "tests/trainer/test_seq2seq.py::test_the_update_is_that_of_a_for_loop",
+    ),
+    Mutant(
         "a parameter that is unfrozen in a run is left out, silently",
         "trainer/guards.py",
         (("if odd := [name for", "if False and [name for"),),
