@@ -207,8 +207,8 @@ class PerSampleLoss:
     def checked(self, model: nn.Module, batch: Mapping[str, Any]) -> CheckedBatch:
         """Refuse a batch whose records depend on each other, or return it.
 
-        Call it while the batch is in the memory of the host. On another device each answer would keep the host waiting,
-        so a `CheckedBatch` is not checked again there.
+        Call it while the batch is in the memory of the host: on another device, the host would have to wait for each
+        answer. A `CheckedBatch` is not checked again.
         """
         if isinstance(batch, CheckedBatch):
             return batch
