@@ -56,7 +56,7 @@ MUTANTS = (
         "gradients/persample.py",
         (
             (
-                "return total.index_add_(0, unique // self.shape[0], rows.square().sum(1).double()).to(ds.dtype)",
+                "return sq_rows.view(records, positions).sum(1).to(ds.dtype)",
                 "return widen(self.ds).square().sum((1, 2))",
             ),
         ),
