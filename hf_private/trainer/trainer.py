@@ -365,7 +365,8 @@ class PrivateMixin(PublishingMixin):
         assert self.optimizer is not None and self._keys is not None, "Trainer and `train()` have made them"
         check_optimizer(self.optimizer, model)
         meet = self.args.per_device_train_batch_size > 1
-        args = (model, loss, self.public_batch, meet, config.clip_norm, config.gamma)
+        clipping = Clipping(config.clipping, config.clip_norm, config.gamma)
+        args = (model, loss, self.public_batch, meet, clipping.clip_norm, clipping.gamma, clipping.group_of)
         report = run_collectively(self.ranks, model, self_check, *args)
         logger.info(report)
         noise = NoiseSource(config.noise, self._keys.noise)
@@ -387,7 +388,7 @@ class PrivateMixin(PublishingMixin):
             model,
             loss,
             method=method,
-            clipping=Clipping(config.clipping, config.clip_norm, config.gamma),
+            clipping=clipping,
             noise=noise,
             noise_multiplier=run.plan.noise_multiplier,
             sample_rate=sample_rate,
