@@ -267,7 +267,7 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
             return torch.zeros((), device=self.args.device)
         check_parameters(self._mechanism.model, self._mechanism.parameters)
         self.provenance.check_step()
-        self._mechanism.step(as_unit_batch(part).map(self._prepare_inputs) for part in inputs.micro_batches)
+        self._mechanism.step(as_unit_batch(part).map(self._ready) for part in inputs.micro_batches)
         self.step_guard.released += 1
         self.provenance.register_step()
         if not self._gradients_checked and inputs.size:
@@ -275,6 +275,14 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
             self._gradients_checked = True
         seen = self._mechanism.nonprivate  # None unless `log_nonprivate`
         return torch.tensor(seen["loss_sum"] / max(seen["batch_size"], 1) if seen else 0.0, device=self.args.device)
+
+    def _ready(self, batch: Any) -> Any:
+        """A micro-batch on the device, checked before it goes there: afterwards the host would wait for each check."""
+        assert self._mechanism is not None
+        loss = self._mechanism.per_sample_loss
+        if isinstance(loss, PerSampleLoss):
+            batch = loss.checked(self._mechanism.model, batch)
+        return self._prepare_inputs(batch)
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """No second clip: each record was clipped before the noise."""
