@@ -10,10 +10,10 @@ from torch import nn
 
 from hf_private.gradients import selfcheck
 from hf_private.gradients.bookkeeper import BookKeeper
+from hf_private.gradients.comparison import Comparison
 from hf_private.gradients.layers import UncoveredError
 from hf_private.gradients.method import Full
 from hf_private.gradients.persample import Dense
-from hf_private.gradients.comparison import Comparison
 from hf_private.gradients.selfcheck import SelfCheckError, _check_against_autograd, self_check
 from hf_private.tasks.losses import PerSampleLoss
 from hf_private.tasks.synthetic import synthetic_batch
