@@ -245,7 +245,13 @@ MUTANTS = (
     Mutant(
         "the self-check does not know how far clipping scales tiny gradients up",
         "trainer/setup.py",
-        (("meet, config.clip_norm, config.gamma)", "meet, config.clip_norm, 0.01)"),),
+        (("clipping.clip_norm, clipping.gamma, clipping", "clipping.clip_norm, 0.01, clipping"),),
         "tests/trainer/test_selfcheck_settings.py::test_the_floor_follows_gamma",
+    ),
+    Mutant(
+        "the self-check does not know which layers are clipped by themselves",
+        "trainer/setup.py",
+        (("clipping.gamma, clipping.group_of)", 'clipping.gamma, lambda name: "")'),),
+        "tests/trainer/test_selfcheck_settings.py::test_the_groups_follow_clipping",
     ),
 )
