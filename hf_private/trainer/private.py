@@ -183,7 +183,7 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
                 self._keys = self._draw_keys()
                 reseed_global()
                 output = super().train(resume_from_checkpoint, None, ignore_keys_for_eval)
-                self.ranks.check_weights(trainable(self.accelerator.unwrap_model(self.model)))
+                self.ranks.check_weights(trainable(self.bare_model))
         finally:
             self._keys = None
             self._mechanism = None
