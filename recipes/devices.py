@@ -51,8 +51,8 @@ def of_run() -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> str:
     lines = [
-        "One step of three micro-batches. The last column has the waits of plain forward and backward passes; before, the",
-        "loss checked each batch on the device.",
+        "One step of three micro-batches. The last column has the waits of plain forward and backward passes;",
+        "before, the loss checked each batch on the device.",
         "",
         "| method | version | waits | copies to the host | copies to the device | mixes devices | waits of plain |",
         "|---|---|---|---|---|---|---|",
