@@ -153,7 +153,8 @@ def table(runs: list[dict[str, Any]], canaries: int) -> str:
     heads = " | ".join(f"members found at {float(rate):.1%} false alarms" for rate in FALSE_ALARMS)
     return (
         "# Rates of an actual attack beside the bounds\n\n"
-        f"A tiny BERT on 100 records and up to {canaries:,} canaries, each of which a fair coin puts into the training set."
+        f"A tiny BERT on 100 records and up to {canaries:,} canaries, each of which a fair coin puts into the training"
+        " set."
         " The attacker sees every released gradient and uses the best test that there is. Each cell: mean rate of the"
         " runs, of at most what the card says.\n\n"
         "`python recipes/attack_rates.py`\n\n"

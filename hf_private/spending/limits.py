@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hf_private.accounting import budget
 from hf_private.accounting.events import Event
 from hf_private.accounting.risk import risk
-from hf_private.accounting.risk_budget import calibrate_risk, steps_within_risk
+from hf_private.accounting.risk_budget import calibrate_risk
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class EpsilonLimit:
 
     def allows(self, event: Event, spent: Iterable[Event] = ()) -> bool:
         """Whether `event` fits after all that is `spent`."""
-        plan = self.target, self.delta, event, spent, self.accountant
-        return budget.steps_within(*plan, at_most=1, records_per_unit=self.records_per_unit) == 1
+        after = (*spent, event)
+        return budget.enforced_epsilon(after, self.delta, self.accountant, self.records_per_unit) <= self.target
 
     def spent(self, events: Iterable[Event]) -> str:
         """How much of the budget `events` take, in words."""
@@ -51,7 +51,7 @@ class RiskLimit:
 
     def allows(self, event: Event, spent: Iterable[Event] = ()) -> bool:
         """Whether `event` fits after all that is `spent`."""
-        return steps_within_risk(self.target, event, spent, at_most=1, records_per_unit=self.records_per_unit) == 1
+        return risk((*spent, event), None, self.records_per_unit).advantage <= self.target
 
     def spent(self, events: Iterable[Event]) -> str:
         """How much of the budget `events` take, in words."""

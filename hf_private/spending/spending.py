@@ -60,9 +60,9 @@ class Spending:
     ) -> None:
         self.folder = Path(folder)
         self.writes = writes
-        self.set_budget(target_epsilon, target_risk, target_delta, accountant, records_per_unit)
         self.run: Run | None = None
         self._closed: PrivacyLedger | None = None
+        self.set_budget(target_epsilon, target_risk, target_delta, accountant, records_per_unit)
 
     def set_budget(
         self,
@@ -294,9 +294,7 @@ class Spending:
         """What all charged steps cost, by the accountant that enforces the budget."""
         if self.reproducible:
             return math.inf
-        if self.records_per_unit > 1:
-            return accounting.group_epsilon(self.events, self.target_delta, self.records_per_unit)
-        return accounting.enforced_epsilon(self.events, self.target_delta, self.accountant)
+        return accounting.enforced_epsilon(self.events, self.target_delta, self.accountant, self.records_per_unit)
 
     def live_epsilon(self) -> float:
         """The same for logs: while a run lasts, from its schedule, which is never below and costs nothing per step."""
