@@ -277,7 +277,8 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
             check_gradients(self._mechanism.model, self.dp_config.is_private)
             self._gradients_checked = True
         seen = self._mechanism.nonprivate  # None unless `log_nonprivate`
-        return torch.tensor(seen["loss_sum"] / max(seen["batch_size"], 1) if seen else 0.0, device=self.args.device)
+        loss = seen["loss_sum"] / max(seen["batch_size"], 1) if seen else 0.0
+        return torch.full((), loss, device=self.args.device)
 
     def _ready(self, batch: Any) -> Any:
         """A micro-batch on the device, checked before it goes there: afterwards the host would wait for each check."""
