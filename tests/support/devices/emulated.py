@@ -147,7 +147,8 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
             if reads:
                 counts.copied("copied_to_host", tensors[-1].numel())
             elif on_host:
-                kind = "copied_async" if kwargs.get("non_blocking") else "copied_to_device"
+                asynchronous = kwargs.get("non_blocking") or True in args[2:]  # of `copy_`
+                kind = "copied_async" if asynchronous else "copied_to_device"
                 counts.copied(kind, on_host[0].numel())
     if on_device and name in SYNCHRONISING:
         for counts in _open:
