@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from .bookkeeper import BookKeeper, trainable
+from .bookkeeper import BookKeeper, rows_per_record, trainable
 from .layers.tap import FREEZE, REMEDY
 from .persample import Dense, PerSample, sq_norms
 from .sketch import distances, sketch
@@ -84,7 +84,7 @@ class _Check:
 
     def run(self, batch: Batch, seed: int = 0) -> Run:
         _seed(seed)
-        with BookKeeper(self.model) as book:
+        with BookKeeper(self.model, rows_per_record=rows_per_record(self.loss)) as book:
             losses = self.loss(self.model, batch)
             book.backward(losses)
             return Run.of(losses, book.entries())
@@ -301,7 +301,7 @@ def _check_against_autograd(check: _Check, batch: Batch) -> Run:
     model, loss = check.model, check.loss
     wanted = _plain(model, loss, batch)
     distance, length = {}, {}
-    with BookKeeper(model) as book:
+    with BookKeeper(model, rows_per_record=rows_per_record(loss)) as book:
         losses = loss(model, batch)
         book.backward(losses)
         entries = book.entries()

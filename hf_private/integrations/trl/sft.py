@@ -1,0 +1,75 @@
+"""DPSFTTrainer: TRL's SFTTrainer with a private step."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from trl import SFTConfig, SFTTrainer
+
+from hf_private.gradients.selfcheck import Loss
+from hf_private.tasks.heads import IGNORE_INDEX
+from hf_private.tasks.losses import shifted, token_losses
+from hf_private.trainer.private import PrivateMixin
+
+from .preparation import unquoted
+from .settings import SHARED, refuse_experts, refuse_images, refuse_settings
+
+
+class DPSFTTrainer(PrivateMixin, SFTTrainer):
+    """SFTTrainer whose model can be published: it fine-tunes with differential privacy, as `dp_config` says.
+
+    Takes all that `SFTTrainer` takes, and the arguments of privacy that `DPTrainer` takes. TRL prepares the dataset:
+    text, conversations, prompts and completions, `assistant_only_loss`, chat templates, `peft_config`. A record's loss
+    is the mean over its own target tokens. (TRL divides by the tokens of the whole batch, which couples records.)
+
+    Guarantee: The update is that of `DPTrainer` on the prepared records; TRL's metrics of the training tokens are not
+    computed, so they reach no log.
+
+    >>> from datasets import Dataset
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from hf_private import DPConfig
+    >>> records = Dataset.from_list([{"input_ids": [7, 8, 9, 10 + i]} for i in range(40)])
+    >>> model = LlamaForCausalLM(LlamaConfig(
+    ...     vocab_size=60, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    ... ))
+    >>> args = SFTConfig(getfixture("tmp_path"), max_steps=2, report_to=[], disable_tqdm=True, bf16=False, use_cpu=True)
+    >>> trainer = DPSFTTrainer(model, args, train_dataset=records, processing_class=getfixture("chat_tokenizer"),
+    ...     dp_config=DPConfig(noise_multiplier=1.0))
+    >>> trainer.train().global_step
+    2
+    """
+
+    objective_of = SFTTrainer
+    arguments_class = SFTConfig
+
+    def __init__(self, model: Any, args: SFTConfig | None = None, *arguments: Any, **named: Any) -> None:
+        refuse_settings(args, SHARED)
+        refuse_images(named.get("train_dataset"))
+        with unquoted():
+            super().__init__(model, args, *arguments, **named)
+        refuse_experts(self)
+
+    @property
+    def objective(self) -> str:
+        """What the card says of the loss."""
+        kind = "dynamic fine-tuning (DFT)" if self.args.loss_type == "dft" else "supervised fine-tuning"
+        return f"{kind}, mean over each record's target tokens"
+
+    def create_loss(self, model: nn.Module) -> Loss:
+        """The loss of each record: that of the language model, or DFT's."""
+        if self.args.loss_type == "dft" and self.per_sample_loss is None:
+            return type(super().create_loss(model))(model, dft_loss)
+        return super().create_loss(model)
+
+
+def dft_loss(outputs: Any, labels: Tensor) -> Tensor:
+    """DFT (arXiv:2508.05629): each token's loss times its own probability, which is taken as a constant -> (B,).
+
+    >>> from types import SimpleNamespace
+    >>> logits = torch.zeros(1, 3, 4)  # four equally likely tokens
+    >>> dft_loss(SimpleNamespace(logits=logits), torch.tensor([[1, 2, 3]]))  # log(4) / 4
+    tensor([0.3466])
+    """
+    target = shifted(labels)
+    losses = token_losses(outputs.logits, target)
+    return (losses * torch.exp(-losses.detach())).sum(-1) / (target != IGNORE_INDEX).sum(-1).clamp(min=1)
