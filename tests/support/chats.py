@@ -12,7 +12,7 @@ from tests.support import zoo
 SPECIAL = ("[PAD]", "<bos>", "<eos>", "[UNK]", "<user>", "<assistant>")  # pad, bos and eos as in zoo.SIZE
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'user' %}<user> {{ m['content'] }} <eos> "
-    "{% else %}<assistant> {% generation %}{{ m['content'] }} <eos> {% endgeneration %}{% endif %}{% endfor %}"
+    "{% else %}<assistant> {% generation %}{{ m['content'] }} <eos>{% endgeneration %} {% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant> {% endif %}"
 )
 
