@@ -17,6 +17,6 @@ def test_the_floor_follows_gamma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         seen.append(args[-2:])
         return "checked"
 
-    monkeypatch.setattr("hf_private.trainer.trainer.self_check", watch)
+    monkeypatch.setattr("hf_private.trainer.setup.self_check", watch)
     training.trainer(tmp_path, dp={"clipping": "automatic", "gamma": gamma, "clip_norm": 0.5}, max_steps=1).train()
     assert seen == [(0.5, gamma)]

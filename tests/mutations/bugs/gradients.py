@@ -30,8 +30,14 @@ MUTANTS = (
     Mutant(
         "a record whose gradient is not finite is weighted with 0 instead of removed",
         "gradients/method.py",
-        (("{key: not c.all() for", "{key: False for"),),
+        (("{key: may_remove(c) for", "{key: False for"),),
         "tests/mechanism/test_step.py::test_a_nan_record_does_not_reach_the_release[per-layer]",
+    ),
+    Mutant(
+        "on a device, a record whose gradient is not finite is weighted with 0 instead of removed",
+        "gradients/persample.py",
+        (('return c.device.type != "cpu" or not c.all()', 'return c.device.type == "cpu" and not c.all()'),),
+        "tests/devices/test_engine.py::test_a_step_on_a_device_is_that_of_the_cpu_to_the_last_bit",
     ),
     Mutant(
         "tied weight without its cross term",
@@ -50,7 +56,7 @@ MUTANTS = (
         "gradients/persample.py",
         (
             (
-                "return total.index_add_(0, unique // self.shape[0], rows.square().sum(1).double()).to(ds.dtype)",
+                "return sq_rows.view(records, positions).sum(1).to(ds.dtype)",
                 "return widen(self.ds).square().sum((1, 2))",
             ),
         ),
