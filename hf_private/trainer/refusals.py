@@ -12,7 +12,7 @@ class Refusal(NamedTuple):
     """A Trainer setting that would break or void the guarantee."""
 
     name: str
-    applies: Callable[[TrainingArguments], bool]
+    applies: Callable[[Any], bool]  # of TrainingArguments, or a subclass of them
     reason: str
     remedy: str
 

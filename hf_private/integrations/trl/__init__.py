@@ -27,7 +27,7 @@ REFUSED = {  # TRL's methods -> why there is no private version
     "PPO": _ONLINE,
     "OnlineDPO": _ONLINE,
     "KTO": "its loss has an estimate of the KL divergence over the whole batch",
-    "Distillation": "it generates from the model in training, and its losses are averaged over the tokens of the batch",
+    "Distillation": "it generates from the model in training, and averages losses over the tokens of the batch",
 }
 INSTEAD = "Use `DPSFTTrainer` or `DPDPOTrainer`; generate and score the preference pairs on public prompts beforehand."
 

@@ -13,14 +13,14 @@ from trl.trainer.utils import use_adapter
 from hf_private.gradients.selfcheck import Loss
 from hf_private.spending.costs import cost_of, unknown_cost
 from hf_private.spending.lineage import past_of
+from hf_private.spending.registry import recognise
 from hf_private.tasks.heads import IGNORE_INDEX, Head, base_model
 from hf_private.tasks.independence import refuse_batch
 from hf_private.tasks.losses import shifted, token_losses
-from hf_private.trainer.private import PrivateMixin
 from hf_private.trainer.refusals import Refusal
 
 from .objectives import BATCH_LOSSES, OBJECTIVES, Pairs
-from .pairs import PairCollator, PairLoss, sides
+from .pairs import PairLoss, PairMixin, sides
 from .preparation import unquoted
 from .settings import SHARED, refuse_experts, refuse_images, refuse_settings
 
@@ -54,7 +54,7 @@ REFUSED = (
 )
 
 
-class DPDPOTrainer(PrivateMixin, DPOTrainer):
+class DPDPOTrainer(PairMixin, DPOTrainer):
     """DPOTrainer whose model can be published: it learns from preferences with differential privacy.
 
     Takes all that `DPOTrainer` takes, and the arguments of privacy that `DPTrainer` takes. A record is a preference
@@ -66,6 +66,9 @@ class DPDPOTrainer(PrivateMixin, DPOTrainer):
     reference that has cost privacy which `model` has not is refused.
     """
 
+    args: DPOConfig  # pyrefly: ignore[bad-override-mutable-attribute]  narrower than Trainer's, as TRL has it
+    ref_model: Any
+
     objective_of = DPOTrainer
     arguments_class = DPOConfig
 
@@ -75,24 +78,17 @@ class DPDPOTrainer(PrivateMixin, DPOTrainer):
         args = DPOConfig("tmp_trainer") if args is None else args
         refuse_settings(args, REFUSED)
         refuse_images(named.get("train_dataset"))
-        if named.get("per_sample_loss") is not None:
-            raise ValueError("`per_sample_loss` must be None for DPDPOTrainer, got a function: set `loss_type`.")
         with unquoted():
             super().__init__(model, args, *arguments, ref_model=ref_model, **named)
         refuse_experts(self)
 
     @property
-    def objective(self) -> str:
+    def objective_name(self) -> str:
         """What the card says of the loss."""
         weights = self.args.loss_weights or [1.0] * len(self.args.loss_type)
         terms = [f"{name} (weight {weight:g})" for name, weight in zip(self.args.loss_type, weights, strict=True)]
         named = self.args.loss_type[0] if terms == [f"{self.args.loss_type[0]} (weight 1)"] else ", ".join(terms)
         return f"preference optimisation (DPO), loss {named}, beta {self.args.beta:g}; a record is a pair of answers"
-
-    @property
-    def training_collator(self) -> Callable[[list[Any]], Any]:
-        """The collator of the private steps; TRL's own stays for evaluation."""
-        return PairCollator(self.data_collator)
 
     def create_loss(self, model: nn.Module) -> Loss:
         """The loss of each pair."""
@@ -115,7 +111,8 @@ class DPDPOTrainer(PrivateMixin, DPOTrainer):
         if self.ref_model is None or self.dp_config.disjoint_data:
             return
         own = [cost_of(statement) for statement in past_of(self.bare_model, self.continues, resumed=True).statements]
-        for statement in past_of(self.ref_model, resumed=True).statements:
+        recognise(self.ref_model)
+        for statement in past_of(self.ref_model, self.continues).statements:
             cost = cost_of(statement)
             if any(event["steps"] for event in cost["events"]) and cost not in own and not self.spending.has(cost):
                 raise unknown_cost("`ref_model` was trained privately, and `model` was not trained in that run")

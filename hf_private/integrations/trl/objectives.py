@@ -56,9 +56,7 @@ OBJECTIVES: dict[str, Objective] = {
     "hinge": lambda p, a: relu(1 - a.beta * _delta(p)),
     "ipo": lambda p, a: (_mean_delta(p) - 1 / (2 * a.beta)) ** 2,
     "exo_pair": _exo,
-    "nca_pair": lambda p, a: (
-        -logsigmoid(a.beta * p.c) - (logsigmoid(-a.beta * p.c) + logsigmoid(-a.beta * p.r)) / 2
-    ),
+    "nca_pair": lambda p, a: -logsigmoid(a.beta * p.c) - (logsigmoid(-a.beta * p.c) + logsigmoid(-a.beta * p.r)) / 2,
     "robust": _robust,
     "bco_pair": lambda p, a: -logsigmoid(a.beta * p.c) - logsigmoid(-a.beta * p.r),
     "sppo_hard": lambda p, a: (p.c - 0.5 / a.beta) ** 2 + (p.r + 0.5 / a.beta) ** 2,

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from hf_private.tasks.heads import base_model
 from hf_private.tasks.independence import empty_rows, refuse_adapters, refuse_model, with_one_token
 from hf_private.tasks.losses import takes
+from hf_private.trainer.data_guards import made_up_batch
+from hf_private.trainer.private import PrivateMixin
 
 SIDES = 2
 NO_INPUTS = ("completion_mask", "margin")  # of the model
@@ -46,11 +48,58 @@ class PairCollator:
         return SIDES * (len(record.get("prompt_ids", ())) + longest)
 
 
+class PairInputs:
+    """Records of pairs in the model's field: `input_ids` holds both sides, cut to `max_length` as the collator does.
+
+    >>> PairInputs([{"prompt_ids": [1], "chosen_ids": [2, 3], "rejected_ids": [4]}], max_length=2)[0]
+    {'input_ids': [[1, 2], [1, 4]]}
+    """
+
+    def __init__(self, dataset: Any, max_length: int | None) -> None:
+        self._dataset = dataset
+        self._max_length = max_length
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: Any) -> dict[str, list[list[int]]]:
+        record = self._dataset[index]
+        prompt = list(record.get("prompt_ids", ()))
+        whole = [prompt + list(record[name]) for name in ("chosen_ids", "rejected_ids")]
+        return {"input_ids": [ids[: self._max_length] for ids in whole]}
+
+
+class PairMixin(PrivateMixin):
+    """Makes a trainer of preference pairs private: a record is a pair, in one row of the private steps."""
+
+    def __init__(self, *arguments: Any, per_sample_loss: Any = None, **named: Any) -> None:
+        if per_sample_loss is not None:
+            raise ValueError(
+                f"`per_sample_loss` must be None for {type(self).__name__}, got a function: it has its own loss."
+            )
+        super().__init__(*arguments, **named)
+
+    @property
+    def training_collator(self) -> Callable[[list[Any]], Any]:
+        """The collator of the private steps; TRL's own stays for evaluation."""
+        return PairCollator(self.data_collator)
+
+    def as_inputs(self, dataset: Any) -> Any:
+        """Both sides of each record, as the model will see them."""
+        return PairInputs(dataset, getattr(self.args, "max_length", None))
+
+    def public_batch(
+        self, batch_size: int, length: int, generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
+        """Made-up pairs, whose prompt and answer have up to `length` tokens together."""
+        return made_up_batch(self, batch_size, max(2, length // 2), generator)
+
+
 class PairLoss:
     """A loss of each preference pair. Subclasses say which in `losses`.
 
-    Guarantee: a pair's loss depends on its own two sides alone. The rows of a pair belong to one record, whose gradient
-    is clipped as one (`rows_per_record`).
+    Guarantee: a pair's loss depends on its own two sides alone. Its rows belong to one record, whose gradient is
+    clipped as one (`rows_per_record`).
     """
 
     rows_per_record = SIDES
@@ -79,6 +128,6 @@ class PairLoss:
 
 
 def sides(x: Tensor) -> tuple[Tensor, Tensor]:
-    """What belongs to the chosen and to the rejected side, from one value for each row: (2N, ...) -> twice (N, ...)."""
+    """Chosen and rejected values, from one value for each row: (2N, ...) -> twice (N, ...)."""
     chosen, rejected = x.unflatten(0, (-1, SIDES)).unbind(1)
     return chosen, rejected

@@ -12,7 +12,8 @@ def unquoted() -> Iterator[None]:
     """Cut from TRL's warnings what they quote: one shows the end of a prompt, decoded.
 
     >>> logger = logging.getLogger("trl.trainer.sft_trainer")
-    >>> record = logger.makeRecord(logger.name, 30, "", 0, "It is left out: 'Dear Ann'. Change the template.", (), None)
+    >>> text = "It is left out: 'Dear Ann'. Change the template."
+    >>> record = logger.makeRecord(logger.name, logging.WARNING, "", 0, text, (), None)
     >>> with unquoted():
     ...     kept = logger.filter(record)
     >>> record.msg

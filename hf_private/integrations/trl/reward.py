@@ -1,6 +1,6 @@
 """DPRewardTrainer: TRL's RewardTrainer with a private step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,13 +10,12 @@ from trl import RewardConfig, RewardTrainer
 from hf_private.gradients.selfcheck import Loss
 from hf_private.tasks.heads import Head, base_model
 from hf_private.tasks.independence import refuse_batch
-from hf_private.trainer.private import PrivateMixin
 
-from .pairs import PairCollator, PairLoss, sides
+from .pairs import PairLoss, PairMixin, sides
 from .settings import SHARED, refuse_images, refuse_settings
 
 
-class DPRewardTrainer(PrivateMixin, RewardTrainer):
+class DPRewardTrainer(PairMixin, RewardTrainer):
     """RewardTrainer whose model can be published: it learns a reward from preferences with differential privacy.
 
     Takes all that `RewardTrainer` takes, and the arguments of privacy that `DPTrainer` takes. A record is a preference
@@ -25,25 +24,20 @@ class DPRewardTrainer(PrivateMixin, RewardTrainer):
     Guarantee: TRL's rewards and accuracies of the training pairs are not computed, so they reach no log.
     """
 
+    args: RewardConfig  # pyrefly: ignore[bad-override-mutable-attribute]  narrower than Trainer's, as TRL has it
+
     objective_of = RewardTrainer
     arguments_class = RewardConfig
 
     def __init__(self, model: Any, args: RewardConfig | None = None, *arguments: Any, **named: Any) -> None:
         refuse_settings(args, SHARED)
         refuse_images(named.get("train_dataset"))
-        if named.get("per_sample_loss") is not None:
-            raise ValueError("`per_sample_loss` must be None for DPRewardTrainer, got a function: it has its own loss.")
         super().__init__(model, args, *arguments, **named)
 
     @property
-    def objective(self) -> str:
+    def objective_name(self) -> str:
         """What the card says of the loss."""
         return "reward model (Bradley-Terry); a record is a pair of answers"
-
-    @property
-    def training_collator(self) -> Callable[[list[Any]], Any]:
-        """The collator of the private steps; TRL's own stays for evaluation."""
-        return PairCollator(self.data_collator)
 
     def create_loss(self, model: nn.Module) -> Loss:
         """The loss of each pair."""

@@ -26,18 +26,29 @@ class DPSFTTrainer(PrivateMixin, SFTTrainer):
     computed, so they reach no log.
 
     >>> from datasets import Dataset
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from tokenizers import Tokenizer, models
+    >>> from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
     >>> from hf_private import DPConfig
-    >>> records = Dataset.from_list([{"input_ids": [7, 8, 9, 10 + i]} for i in range(40)])
-    >>> model = LlamaForCausalLM(LlamaConfig(
-    ...     vocab_size=60, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
-    ... ))
-    >>> args = SFTConfig(getfixture("tmp_path"), max_steps=2, report_to=[], disable_tqdm=True, bf16=False, use_cpu=True)
-    >>> trainer = DPSFTTrainer(model, args, train_dataset=records, processing_class=getfixture("chat_tokenizer"),
-    ...     dp_config=DPConfig(noise_multiplier=1.0))
-    >>> trainer.train().global_step
+    >>> vocabulary = {word: i for i, word in enumerate("<eos> [UNK] I tea coffee".split())}
+    >>> words = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
+    >>> records = Dataset.from_list([{"prompt": "I", "completion": word} for word in ("tea", "coffee")] * 20)
+    >>> model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=5))
+    >>> args = SFTConfig(getfixture("tmp_path"), max_steps=2, report_to=[], disable_tqdm=True, bf16=False)
+    >>> trainer = DPSFTTrainer(
+    ...     model,
+    ...     args,
+    ...     dp_config=DPConfig(noise_multiplier=1.0),
+    ...     train_dataset=records,
+    ...     processing_class=tokenizer,
+    ... )
+    >>> output = trainer.train()
+    {'train_runtime': ...}
+    >>> output.global_step
     2
     """
+
+    args: SFTConfig  # pyrefly: ignore[bad-override-mutable-attribute]  narrower than Trainer's, as TRL has it
 
     objective_of = SFTTrainer
     arguments_class = SFTConfig
@@ -50,7 +61,7 @@ class DPSFTTrainer(PrivateMixin, SFTTrainer):
         refuse_experts(self)
 
     @property
-    def objective(self) -> str:
+    def objective_name(self) -> str:
         """What the card says of the loss."""
         kind = "dynamic fine-tuning (DFT)" if self.args.loss_type == "dft" else "supervised fine-tuning"
         return f"{kind}, mean over each record's target tokens"
