@@ -125,6 +125,13 @@ REFUSED_ARGS = (
         "Set padding_free=False.",
     ),
     Refusal(
+        "num_generations",  # of TRL's online methods
+        lambda a: hasattr(a, "num_generations"),
+        "online methods (GRPO, RLOO) normalise advantages over a group or the batch, so that one record changes the"
+        " weight of others, and use the rollouts of a record in several steps",
+        "Use DPSFTTrainer or DPDPOTrainer of hf_private.integrations.trl, on public rollouts.",
+    ),
+    Refusal(
         "debug",
         lambda a: "underflow_overflow" in a.debug,
         "it prints activations of private records",

@@ -12,6 +12,8 @@ from hf_private.tasks.losses import takes
 from hf_private.trainer.data_guards import made_up_batch
 from hf_private.trainer.private import PrivateMixin
 
+from .settings import refuse_rehearsal
+
 SIDES = 2
 NO_INPUTS = ("completion_mask", "margin")  # of the model
 
@@ -93,6 +95,10 @@ class PairMixin(PrivateMixin):
     ) -> dict[str, Tensor]:
         """Made-up pairs, whose prompt and answer have up to `length` tokens together."""
         return made_up_batch(self, batch_size, max(2, length // 2), generator)
+
+    def rehearse(self, steps: int = 2) -> None:
+        """Refused: TRL prepares text, and text cannot be made up from a schema."""
+        refuse_rehearsal(self)
 
 
 class PairLoss:

@@ -58,3 +58,11 @@ def refuse_experts(trainer: Any) -> None:
             f"`router_aux_loss_coef` must be 0.0, got {trainer.router_aux_loss_coef} from the model's config: the"
             " load-balancing loss couples all records of a batch. Set router_aux_loss_coef=0.0 in the arguments."
         )
+
+
+def refuse_rehearsal(trainer: Any) -> None:
+    """Raise: conversations cannot be made up from a schema, and TRL's trainers take no other records."""
+    raise NotImplementedError(
+        f"`rehearse` cannot make up the text that {type(trainer).__name__} prepares. Train on a few public records in"
+        " another output_dir, with max_steps=2."
+    )

@@ -12,7 +12,7 @@ from hf_private.tasks.losses import shifted, token_losses
 from hf_private.trainer.private import PrivateMixin
 
 from .preparation import unquoted
-from .settings import SHARED, refuse_experts, refuse_images, refuse_settings
+from .settings import SHARED, refuse_experts, refuse_images, refuse_rehearsal, refuse_settings
 
 
 class DPSFTTrainer(PrivateMixin, SFTTrainer):
@@ -65,6 +65,10 @@ class DPSFTTrainer(PrivateMixin, SFTTrainer):
         """What the card says of the loss."""
         kind = "dynamic fine-tuning (DFT)" if self.args.loss_type == "dft" else "supervised fine-tuning"
         return f"{kind}, mean over each record's target tokens"
+
+    def rehearse(self, steps: int = 2) -> None:
+        """Refused: TRL prepares text, and text cannot be made up from a schema."""
+        refuse_rehearsal(self)
 
     def create_loss(self, model: nn.Module) -> Loss:
         """The loss of each record: that of the language model, or DFT's."""

@@ -1,5 +1,6 @@
 """DPSFTTrainer: the update of a for-loop, that of the stock trainer, what it logs, and what it refuses."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import Tensor
+from transformers import MixtralConfig, MixtralForCausalLM
 
 pytest.importorskip("trl", reason="needs the extra `trl`")
 
@@ -15,6 +17,7 @@ from trl import SFTConfig, SFTTrainer  # noqa: E402
 
 from hf_private.integrations.trl import DPSFTTrainer  # noqa: E402
 from hf_private.integrations.trl.preparation import unquoted  # noqa: E402
+from hf_private.publishing.verify import verify  # noqa: E402
 from tests.integrations.trl import runs  # noqa: E402
 from tests.support import chats, training, zoo  # noqa: E402
 
@@ -93,6 +96,10 @@ def test_metrics_of_training_tokens_reach_no_log(tmp_path: Path) -> None:
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             seen.append(dict(logs))
 
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            assert not made._metrics["train"], "TRL has computed none"
+            made._metrics["train"]["entropy"].append(1.0)  # as if it had
+
     evaluated = chats.made("chat", 4, seed=5)
     made = sft(tmp_path, eval_dataset=evaluated, eval_strategy="steps", eval_steps=1, callbacks=[Reporter()])
     made.train()
@@ -103,7 +110,6 @@ def test_metrics_of_training_tokens_reach_no_log(tmp_path: Path) -> None:
         "train_steps_per_second", "total_flos",
     }  # fmt: skip
     assert any("eval_mean_token_accuracy" in entry for entry in seen), "of other records it is logged"
-    assert not made._metrics["train"]
 
 
 def test_evaluation_on_training_records_is_refused(tmp_path: Path) -> None:
@@ -139,9 +145,9 @@ def test_images_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_load_balancing_loss_is_refused(tmp_path: Path) -> None:
-    experts = zoo.small("mixtral") if "mixtral" in zoo.FAMILIES else pytest.skip("no mixture of experts in the zoo")
+    size = {**zoo.LLAMA, "num_local_experts": 2, "router_aux_loss_coef": 0.01, "num_hidden_layers": 1}
     with pytest.raises(ValueError, match="`router_aux_loss_coef` must be 0.0"):
-        sft(tmp_path, model=experts)
+        sft(tmp_path, model=MixtralForCausalLM(MixtralConfig(**size)))
 
 
 def test_the_wrong_arguments_are_refused(tmp_path: Path) -> None:
@@ -176,3 +182,22 @@ def test_no_record_is_quoted_in_the_log(tmp_path: Path, caplog: pytest.LogCaptur
     finally:
         logger.removeHandler(caplog.handler)
     assert "not shown" in caplog.text and "w53" not in caplog.text
+
+
+def test_the_card_says_what_the_objective_is(tmp_path: Path) -> None:
+    made = sft(tmp_path, dp={"accountant": "prv"})
+    made.train()
+    made.save_model()
+    text = (tmp_path / "README.md").read_text()
+    assert "| Objective | supervised fine-tuning, mean over each record's target tokens |" in text
+    assert "per record" in text
+    assert verify(tmp_path).status == "holds"
+    statement = json.loads((tmp_path / "privacy.json").read_text())
+    statement["mechanism"]["objective"] = "something else"
+    (tmp_path / "privacy.json").write_text(json.dumps(statement))
+    assert verify(tmp_path).status == "wrong"
+
+
+def test_a_rehearsal_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotImplementedError, match="`rehearse`"):
+        sft(tmp_path).rehearse()
