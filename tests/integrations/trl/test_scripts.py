@@ -17,7 +17,12 @@ MODELS = {"sft": ("llama", "chat"), "dpo": ("llama", "pair-chat"), "reward": ("l
 
 
 @pytest.mark.parametrize(
-    ("name", "trainer"), [("sft", "SFTTrainer"), ("dpo", "DPOTrainer"), ("reward", "RewardTrainer")]
+    ("name", "trainer"),
+    [
+        ("sft", "SFTTrainer"),
+        pytest.param("dpo", "DPOTrainer", marks=pytest.mark.slow),
+        pytest.param("reward", "RewardTrainer", marks=pytest.mark.slow),
+    ],
 )
 def test_a_script_of_trl_runs_with_two_changed_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, trainer: str
