@@ -39,7 +39,8 @@ def build_mechanism(
     config, ranks = trainer.dp_config, trainer.ranks
     loss = trainer.create_loss(model)
     meet = trainer.args.per_device_train_batch_size > 1
-    args = (model, loss, trainer.public_batch, meet, config.clip_norm, config.gamma)
+    clipping = Clipping(config.clipping, config.clip_norm, config.gamma)
+    args = (model, loss, trainer.public_batch, meet, clipping.clip_norm, clipping.gamma, clipping.group_of)
     logger.info(run_collectively(ranks, model, self_check, *args))
     noise = NoiseSource(config.noise, keys.noise)
     run = trainer.provenance.open_run(
@@ -61,7 +62,7 @@ def build_mechanism(
         model,
         loss,
         method=method,
-        clipping=Clipping(config.clipping, config.clip_norm, config.gamma),
+        clipping=clipping,
         noise=noise,
         noise_multiplier=run.plan.noise_multiplier,
         sample_rate=sample_rate,

@@ -114,8 +114,8 @@ MUTANTS = (
         "trainer/private.py",
         (
             ("            self.hyperparameter_search()\n        self._check_settings()\n", "            pass\n"),
-            ("        self.spending.set_budget(config", "        str((config"),
-            ("config.accountant, config.group_size)", "config.accountant, config.group_size))"),
+            ("        self.spending.set_budget(\n            config", "        str((config"),
+            ("config.accountant, config.group_size\n        )", "config.accountant, config.group_size))"),
         ),
         "tests/trainer/test_guards.py::test_a_budget_that_is_raised_later_is_the_one_enforced",
     ),
@@ -245,7 +245,13 @@ MUTANTS = (
     Mutant(
         "the self-check does not know how far clipping scales tiny gradients up",
         "trainer/setup.py",
-        (("meet, config.clip_norm, config.gamma)", "meet, config.clip_norm, 0.01)"),),
+        (("clipping.clip_norm, clipping.gamma, clipping", "clipping.clip_norm, 0.01, clipping"),),
         "tests/trainer/test_selfcheck_settings.py::test_the_floor_follows_gamma",
+    ),
+    Mutant(
+        "the self-check does not know which layers are clipped by themselves",
+        "trainer/setup.py",
+        (("clipping.gamma, clipping.group_of)", 'clipping.gamma, lambda name: "")'),),
+        "tests/trainer/test_selfcheck_settings.py::test_the_groups_follow_clipping",
     ),
 )
