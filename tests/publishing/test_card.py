@@ -264,6 +264,7 @@ def test_card_is_valid_markdown_with_links_that_resolve(version: str, tables: in
 
 def test_the_picture_is_that_of_the_stated_trade_off_against_chance(tmp_path: Path) -> None:
     given = facts()
+    given["versions"] = {**given["versions"], "hf_private": __version__}
     folder = saved_model(tmp_path, given)
     stated = (read_statement(folder) or {})["guarantee"]["risk"]
     bounds = risk([Event.from_dict(one) for one in given["ledger"]["events"]], given["settings"]["target_delta"])

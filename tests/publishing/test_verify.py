@@ -108,8 +108,6 @@ RECORD_EDITS = [  # (what is changed in privacy.json, words of the answer)
     ("settings.target_delta", 1e-3, "guarantee.delta"),
     ("guarantee.accountants.prv.upper", 0.1, "guarantee.accountants.prv.upper"),
     ("guarantee.curve[9].delta", 1e-9, "guarantee.curve"),
-    ("guarantee.risk.tradeoff[12].tpr", 0.0001, "guarantee.risk.tradeoff[12].tpr"),
-    ("guarantee.risk.tradeoff", [], "guarantee.risk.tradeoff"),
     ("ledger.events[0].releases", [8.0], "mechanism.phases[0].noise_multiplier"),
     ("ledger.events[0].steps", 5, "mechanism.phases[0].steps"),
     ("ledger.events[0].sample_rate", 0.01, "mechanism.phases[0].sample_rate"),
