@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hf_private.accounting.events import Event
 from hf_private.distributed.fsdp import Shards, run_collectively
 from hf_private.distributed.ranks import Ranks
-from hf_private.gradients.bookkeeper import BookKeeper
+from hf_private.gradients.bookkeeper import BookKeeper, rows_per_record
 from hf_private.gradients.method import Full, Method
 from hf_private.gradients.persample import PerSample, sq_norms
 from hf_private.gradients.tensors import accumulation_dtype, full_precision
@@ -123,11 +123,12 @@ class Mechanism:
         if self.nonprivate is not None:
             self.nonprivate = {"loss_sum": 0.0, "batch_size": 0, "nonfinite_records": 0}
         units = WholeUnits()
+        rows_of_loss = rows_per_record(self.per_sample_loss)
         with BookKeeper(self.model, self.method) as book:
             for batch, counts in self.shards.micro_batches(micro_batches):
                 part = as_unit_batch(batch)
-                book.rows_per_record = part.rows
-                losses = part.losses(self.per_sample_loss(self.model, part.batch), book.num_rows)
+                book.rows_per_record = part.rows * rows_of_loss
+                losses = part.losses(self.per_sample_loss(self.model, part.batch), book.num_rows // rows_of_loss)
                 book.backward(losses)
                 entries = book.pop_entries()
                 joined = units.join(entries, losses, part) if counts else None

@@ -260,9 +260,9 @@ MUTANTS = (
         "rows are clipped one by one instead of units",
         "mechanism/step.py",
         (
-            ("book.rows_per_record = part.rows", "book.rows_per_record = 1"),
+            ("book.rows_per_record = part.rows * rows_of_loss", "book.rows_per_record = 1"),
             (
-                "losses = part.losses(self.per_sample_loss(self.model, part.batch), book.num_rows)",
+                "losses = part.losses(self.per_sample_loss(self.model, part.batch), book.num_rows // rows_of_loss)",
                 "losses = self.per_sample_loss(self.model, part.batch)",
             ),
             ("units.join(entries, losses, part) if counts else None", "(entries, losses) if counts else None"),
