@@ -192,9 +192,7 @@ def _decoder(model: Any, labels: dict[str, Tensor]) -> dict[str, Tensor]:
     return {} if make is None else {"decoder_input_ids": make(labels=labels["labels"])}
 
 
-def ratios(
-    model: nn.Module, sets: dict[str, list[dict[str, Tensor]]], bf16: bool, folder: str
-) -> dict[str, float]:
+def ratios(model: nn.Module, sets: dict[str, list[dict[str, Tensor]]], bf16: bool, folder: str) -> dict[str, float]:
     """The sensitivity on each set of records, in units of the clip norm."""
     args = TrainingArguments(
         folder,
