@@ -11,7 +11,8 @@ distance of the two sums must not exceed the clip norm. A model is
 - *coupled* if the ratio is larger: a record changes what others contribute, and the claimed epsilon is wrong;
 - *refused* if DPTrainer refuses it, with the parameter or the argument and a remedy;
 - *crashed* if another error comes out of DPTrainer;
-- *not built* if there is no tiny model or no batch of made-up records for it, or the plain model fails on this batch.
+- *not built* if there is no tiny model or no batch of made-up records for it, or the plain model fails on this batch,
+  in this precision.
 
 Parameters that take no part in the loss are frozen, as the error message of DPTrainer advises. The table goes to
 recipes/results/sensitivity.md; the exit code is 1 if any model is coupled.
@@ -19,7 +20,6 @@ recipes/results/sensitivity.md; the exit code is 1 if any model is coupled.
 
 import argparse
 import contextlib
-import copy
 import gc
 import io
 import json
@@ -40,7 +40,8 @@ from transformers import TrainerCallback, TrainingArguments
 
 from hf_private import DPConfig, DPTrainer
 from hf_private.gradients.tensors import full_precision
-from hf_private.tasks.heads import IGNORE_INDEX
+from hf_private.tasks.heads import IGNORE_INDEX, Head, head_of
+from hf_private.tasks.losses import PerSampleLoss
 from hf_private.tasks.micro_batches import LogicalCollator
 from hf_private.tasks.synthetic import synthetic_batch
 
@@ -55,7 +56,7 @@ RESULT_NAMES = ("accepted", "refused", "coupled", "crashed", "not built", "not f
 
 def varied(model: nn.Module) -> list[dict[str, Tensor]]:
     """Records of different lengths and content, without padding; the first is the longest."""
-    batch = synthetic_batch(model, RECORDS, LENGTH)
+    batch = with_decoder_inputs(model, synthetic_batch(model, RECORDS, LENGTH))
     lengths = batch["attention_mask"].sum(1).tolist()
     records = []
     for n, length in enumerate(lengths):
@@ -156,40 +157,61 @@ def measure(model_type: str, head: str) -> Iterator[dict[str, Any]]:
     try:
         model = tiny_model(model_type, head).float()
         sets = {"varied": varied(model), "near equal": near_equal(model)}
-        freeze_unused(model, collate(sets["varied"][:3]))
+        unused = unused_parameters(model, collate(sets["varied"][:3]))
     except Exception as error:  # whatever a config that was never meant to be small may raise
+        result = "refused" if is_refusal(error) else "not built"
         for precision in PRECISIONS:
-            yield _row(model_type, head, precision) | {"result": "not built", "why": _short(error)}
+            yield _row(model_type, head, precision) | {"result": result, "why": _short(error)}
         return
     for precision in PRECISIONS:
-        row = _row(model_type, head, precision)
+        row, bf16 = _row(model_type, head, precision), precision == "bf16"
         try:
-            with tempfile.TemporaryDirectory() as folder:
-                row |= ratios(copy.deepcopy(model), sets, precision == "bf16", folder)
+            model = tiny_model(model_type, head).float()
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                unused_parameters(model, collate(sets["varied"][:3]))
         except Exception as error:
-            refused = type(error).__module__.startswith("hf_private") or isinstance(error, ValueError)
-            yield row | {"result": "refused" if refused and "`" in str(error) else "crashed", "why": _short(error)}
+            yield row | {"result": "not built", "why": f"the plain model in {precision}: {_short(error)}"}
+            continue
+        try:
+            for name, p in model.named_parameters():
+                p.requires_grad_(p.requires_grad and name not in unused)
+            with tempfile.TemporaryDirectory() as folder:
+                row |= ratios(model, sets, bf16, folder)
+        except Exception as error:
+            yield row | {"result": "refused" if is_refusal(error) else "crashed", "why": _short(error)}
             continue
         yield row | {"result": "accepted" if max(row[kind] for kind in sets) <= ALLOWED else "coupled"}
 
 
-def freeze_unused(model: nn.Module, batch: dict[str, Tensor]) -> None:
-    """Freeze what the loss does not reach: poolers, heads and towers for another task."""
-    labels = {name: batch[name] for name in ("labels",) if name in batch}
-    outputs = model(**{name: value for name, value in batch.items() if name not in labels} | _decoder(model, labels))
-    logits = outputs.logits if hasattr(outputs, "logits") else outputs[0]
-    logits.float().square().sum().backward()
+def is_refusal(error: Exception) -> bool:
+    """Whether hf_private refuses a model or a batch; its messages have names in backticks."""
+    ours = type(error).__module__.startswith("hf_private") or isinstance(error, ValueError)
+    return ours and "`" in str(error) and "public batch of your own" not in str(error)
+
+
+def unused_parameters(model: nn.Module, batch: dict[str, Tensor]) -> set[str]:
+    """What the loss does not reach: poolers, heads and towers for another task."""
+    model.train()  # dropout is 0; some models have no other mode with gradients (Reformer)
+    PerSampleLoss(model)(model, batch).sum().backward()
+    unused = {name for name, p in model.named_parameters() if p.grad is None}
     for p in model.parameters():
-        p.requires_grad_(p.requires_grad and p.grad is not None)
         p.grad = None
+    return unused
 
 
-def _decoder(model: Any, labels: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The decoder's inputs of a model that makes them from labels."""
-    if not (labels and model.config.is_encoder_decoder and labels["labels"].dim() > 1):
-        return {}
-    make = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    return {} if make is None else {"decoder_input_ids": make(labels=labels["labels"])}
+def with_decoder_inputs(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch, with decoder inputs for models that do not make them from labels."""
+    if head_of(model) is not Head.SEQ2SEQ_LM or hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        return batch
+    labels = batch["labels"].masked_fill(batch["labels"] == IGNORE_INDEX, 0)
+    return batch | {"decoder_input_ids": torch.cat([torch.zeros_like(labels[:, :1]), labels[:, :-1]], 1)}
+
+
+class ZooTrainer(DPTrainer):
+    """Gives the self-check decoder inputs, too."""
+
+    def public_batch(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        return with_decoder_inputs(self.model, super().public_batch(*args, **kwargs))
 
 
 def ratios(model: nn.Module, sets: dict[str, list[dict[str, Tensor]]], bf16: bool, folder: str) -> dict[str, float]:
@@ -207,7 +229,7 @@ def ratios(model: nn.Module, sets: dict[str, list[dict[str, Tensor]]], bf16: boo
         disable_tqdm=True,
     )
     callback = Measurement(sets)
-    callback.trainer = DPTrainer(
+    callback.trainer = ZooTrainer(
         model,
         args,
         dp_config=DPConfig(noise_multiplier=1.0, clip_norm=CLIP_NORM),

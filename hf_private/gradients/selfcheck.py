@@ -26,7 +26,7 @@ from .undisturbed import seed_all, tolerance, undisturbed, wide
 __all__ = ["Loss", "SelfCheckError", "self_check", "tolerance"]
 
 LENGTH = 11  # prime: no axis is a multiple of another by chance
-BATCH_SIZES = (1, 3, 5)
+BATCH_SIZES = (1, 3, 7)
 COMPANY, SHORT = 3, 5  # records in a batch of training mode, and their length
 GRADIENT_SEEDS = 2
 LOSS_SEEDS = 8  # a coupling that happens in 3 of 10 forward passes is missed with probability 0.7^10 = 3 %
@@ -65,17 +65,13 @@ def self_check(
         model.eval()
         _check_deterministic(check, _rows(batch, [0]))
         whole = _check_against_autograd(check, batch)
-        for n in _telling(batch):
-            _check_alone(check, _rows(batch, [n]), whole.rows(slice(n, n + 1)))
-        for size in sizes[1:-1]:
-            some = check.run(_rows(batch, list(range(size))))
-            check.same(f"in a batch of {size}", whole.rows(slice(size)), some)
+        closely = _telling(batch)
+        for n in range(sizes[-1]):
+            _check_alone(check, _rows(batch, [n]), whole.rows(slice(n, n + 1)), gradients=n in closely)
         if records_meet:
             others = make_batch(sizes[-1], LENGTH, torch.Generator().manual_seed(1))
-            mixed = _exchanged(batch, others)
-            check.same(
-                "beside another first record", whole.rows(slice(1, None)), check.run(mixed).rows(slice(1, None))
-            )
+            mixed = check.run(_exchanged(_rows(batch, list(range(sizes[1]))), others))
+            check.same("beside another first record", whole.rows(slice(1, sizes[1])), mixed.rows(slice(1, None)))
             model.train()  # some models let records meet in training only; equal seeds drop out the same
             batch = make_batch(COMPANY, SHORT)
             _check_training(
@@ -227,16 +223,23 @@ def _weights(like: Tensor) -> Tensor:
 
 
 def _telling(batch: Batch) -> list[int]:
-    """Which records are compared with themselves alone: the longest, one that is padded, the shortest and the last."""
+    """Records whose gradients are compared with themselves alone: the longest, a padded one, the shortest, the last."""
     records, mask = len(next(iter(batch.values()))), batch.get("attention_mask")
     shortest = 2 if mask is None else int((mask != 0).flatten(1).sum(1).argmin())
     return sorted({n for n in (0, 1, shortest, records - 1) if n < records})
 
 
-def _check_alone(check: Comparison, record: Batch, inside: Run) -> None:
-    """A record alone and without its padding, against the same in a batch; if they differ, say which of both it is."""
+def _check_alone(check: Comparison, record: Batch, inside: Run, gradients: bool) -> None:
+    """A record alone and without its padding, against the same in a batch; if they differ, say which of both it is.
+
+    Losses of all records are compared, as some lengths may hide a coupling, and the gradients of some.
+    """
+    trimmed = _trim(record)
     try:
-        check.same("without padding", inside, check.run(_trim(record)))
+        if gradients:
+            check.same("without padding", inside, check.run(trimmed))
+        else:
+            check.same_losses("without padding", inside.losses, check.losses(trimmed, 0))
     except SelfCheckError:
         check.same("alone", inside, check.run(record))
         raise
@@ -271,9 +274,11 @@ def _trim(batch: Batch) -> dict[str, Tensor]:
         return dict(batch)
     keep = int(mask.sum())
     aligned = {key for key, x in batch.items() if x.dim() > 1 and x.shape[1] == mask.shape[1]}
+    aligned -= {key for key in aligned if key.startswith("decoder")}
     if batch.get("input_ids") is not None and "labels" in aligned and batch["labels"].dtype == torch.long:
-        # Encoder-decoder labels have a length of their own; they are marked by positions beyond the mask.
-        if bool((batch["labels"][:, keep:] != -100).any()):
+        # Encoder-decoder labels have a length of their own, that of the decoder's inputs if these are given; else they
+        # are marked by positions beyond the mask.
+        if "decoder_input_ids" in batch or bool((batch["labels"][:, keep:] != -100).any()):
             aligned -= {"labels"}
     return {key: x[:, :keep] if key in aligned else x for key, x in batch.items()}
 
