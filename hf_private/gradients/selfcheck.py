@@ -223,7 +223,7 @@ def _weights(like: Tensor) -> Tensor:
 
 
 def _telling(batch: Batch) -> list[int]:
-    """Records whose gradients are compared with themselves alone: the longest, a padded one, the shortest, the last."""
+    """Records whose gradients are compared with themselves alone: the longest, the shortest, and two others."""
     records, mask = len(next(iter(batch.values()))), batch.get("attention_mask")
     shortest = 2 if mask is None else int((mask != 0).flatten(1).sum(1).argmin())
     return sorted({n for n in (0, 1, shortest, records - 1) if n < records})

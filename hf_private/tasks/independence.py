@@ -180,9 +180,8 @@ def _refuse_blind_padding(base: nn.Module, real: Tensor) -> None:
     if bool(blind):
         raise ValueError(
             f"`attention_mask` must leave less padding than the attention window ({window} tokens) in float64 with"
-            f" eager attention, got a row with more ({type(base).__name__}): its loss or gradient would be NaN, because"
-            " of its neighbours. Load the model with attn_implementation='sdpa' or in float32, or sort records by"
-            " length."
+            f" eager attention, got a row with more ({type(base).__name__}): its loss or gradient would be NaN because"
+            " of its neighbours. Load the model with attn_implementation='sdpa', or in float32."
         )
 
 
