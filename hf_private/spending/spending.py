@@ -57,12 +57,9 @@ class Spending:
     ) -> None:
         self.folder = Path(folder)
         self.writes = writes
-        self.target_epsilon = target_epsilon
-        self.target_delta = target_delta
-        self.accountant = accountant
-        self.records_per_unit = records_per_unit
         self.run: Run | None = None
         self._closed: PrivacyLedger | None = None
+        self.set_budget(target_epsilon, target_delta, accountant, records_per_unit)
 
     def set_budget(
         self, target_epsilon: float | None, target_delta: float, accountant: str, records_per_unit: int
@@ -279,8 +276,9 @@ class Spending:
         """Whether the budget permits `event` after all that was charged."""
         if self.target_epsilon is None:
             return True
-        budget = self.target_epsilon, self.target_delta, event, self.events, self.accountant
-        return accounting.steps_within(*budget, at_most=1, records_per_unit=self.records_per_unit) == 1
+        after = (*self.events, event)
+        spent = accounting.enforced_epsilon(after, self.target_delta, self.accountant, self.records_per_unit)
+        return spent <= self.target_epsilon
 
     def report(self) -> EpsilonReport:
         """What all charged steps cost, by all accountants, and what an attacker can learn from them."""
@@ -298,9 +296,7 @@ class Spending:
         """What all charged steps cost, by the accountant that enforces the budget."""
         if self.reproducible:
             return math.inf
-        if self.records_per_unit > 1:
-            return accounting.group_epsilon(self.events, self.target_delta, self.records_per_unit)
-        return accounting.enforced_epsilon(self.events, self.target_delta, self.accountant)
+        return accounting.enforced_epsilon(self.events, self.target_delta, self.accountant, self.records_per_unit)
 
     def live_epsilon(self) -> float:
         """The same for logs: while a run lasts, from its schedule, which is never below and costs nothing per step."""
