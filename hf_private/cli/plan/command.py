@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     if args.unit_counts:
         schedule = best.schedule
         unit_plans = compared(args.unit_counts, schedule.batch, schedule.steps, args.epsilon, delta, 1, "rdp")
-    code = snippet(best, args.epsilon, delta, args.micro_batch, unit_plans and best_of(unit_plans))
+    code = snippet(best, args.epsilon, delta, args.micro_batch, best_of(unit_plans) if unit_plans else None)
     if args.picture:
         from .picture import curves, draw
 
