@@ -107,6 +107,7 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
                 args.output_dir or "tmp_trainer",
                 dp_config.target_delta,
                 target_epsilon=dp_config.target_epsilon,
+                target_risk=dp_config.target_risk,
                 accountant=dp_config.accountant,
                 records_per_unit=dp_config.group_size,
                 writes=args.process_index == 0,
@@ -163,7 +164,9 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
         config = DPConfig.from_dict(self.dp_config.to_dict())  # its checks, for what was set since
         self.dp_config = self._with_checked_anchors(config)
         self.unit_column.name = config.unit_column
-        self.spending.set_budget(config.target_epsilon, config.target_delta, config.accountant, config.group_size)
+        self.spending.set_budget(
+            config.target_epsilon, config.target_risk, config.target_delta, config.accountant, config.group_size
+        )
         self.log_filter.config = self.dp_config
         self.log_filter.keep_first(self.callback_handler)
         check_ranks(self.ranks, self.args)
