@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .bookkeeper import BookKeeper, trainable
+from .bookkeeper import BookKeeper, rows_per_record, trainable
 from .comparison import SAME_LOSS, Batch, Comparison, Loss, Run, SelfCheckError
 from .layers.tap import FREEZE, REMEDY
 from .persample import Dense, widen
@@ -160,7 +160,7 @@ def _check_against_autograd(check: Comparison, batch: Batch) -> Run:
     length: dict[str, Tensor] = {}
     norms: dict[str, Tensor] = {}
     astray: dict[str, Tensor] = {}
-    with BookKeeper(model) as book:
+    with BookKeeper(model, rows_per_record=rows_per_record(loss)) as book:
         losses = loss(model, batch)
         book.backward(losses)
         entries = book.entries()
@@ -264,23 +264,23 @@ def _check_training(check: Comparison, batch: Batch, mixed: Batch) -> None:
 
 
 def _rows(batch: Batch, rows: list[int]) -> dict[str, Tensor]:
-    return {key: value[rows] for key, value in batch.items()}
+    return {key: value.index_select(0, torch.tensor(rows, device=value.device)) for key, value in batch.items()}
 
 
 def _trim(batch: Batch) -> dict[str, Tensor]:
-    """A single record without its padding (where the mask is a plain (1, T) one)."""
+    """A single record without its padding, where the mask is (1, T), or (1, R, T) for the R rows of a record."""
     mask = batch.get("attention_mask")
-    if mask is None or mask.dim() != 2:
+    if mask is None or mask.dim() < 2:
         return dict(batch)
-    keep = int(mask.sum())
-    aligned = {key for key, x in batch.items() if x.dim() > 1 and x.shape[1] == mask.shape[1]}
-    aligned -= {key for key in aligned if key.startswith("decoder")}
+    keep = int(mask.sum(-1).max())
+    axis = mask.dim() - 1
+    aligned = {key for key, x in batch.items() if x.shape[: axis + 1] == mask.shape and not key.startswith("decoder")}
     if batch.get("input_ids") is not None and "labels" in aligned and batch["labels"].dtype == torch.long:
         # Encoder-decoder labels have a length of their own, that of the decoder's inputs if these are given; else they
         # are marked by positions beyond the mask.
-        if "decoder_input_ids" in batch or bool((batch["labels"][:, keep:] != -100).any()):
+        if "decoder_input_ids" in batch or bool((batch["labels"][..., keep:] != -100).any()):
             aligned -= {"labels"}
-    return {key: x[:, :keep] if key in aligned else x for key, x in batch.items()}
+    return {key: x.narrow(axis, 0, keep) if key in aligned else x for key, x in batch.items()}
 
 
 def _list(names: list[str]) -> str:

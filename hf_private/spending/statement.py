@@ -17,15 +17,16 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from hf_private._validate import integer_at_least
 from hf_private.accounting.budget import delta_curve, epsilon, group_epsilon
-from hf_private.accounting.composition import best_of_epsilon, joint_epsilon
+from hf_private.accounting.composition import best_of_epsilon
 from hf_private.accounting.events import Event
-from hf_private.accounting.risk import risk
+from hf_private.accounting.risk import Risk, risk
 from hf_private.methods.registry import describe_method
 
 from .units import group_size
 
 STATEMENT = "privacy.json"
 SCHEMA_VERSION = 1
+TRADEOFF = 4  # every fourth point of the trade-off curve is stated
 CURVE = tuple(step / 10 for step in range(1, 17))  # points of delta(epsilon), as multiples of the claimed epsilon
 
 MORE_RECORDS = "people who contributed more records than the privacy unit says"
@@ -121,7 +122,7 @@ def build_statement(facts: dict[str, Any], weights: dict[str, str]) -> dict[str,
                 for name, (low, middle, up) in sorted(report.bounds.items())
             },
             "curve": _curve(events, report.epsilon),
-            "risk": None if reasons else _risk(events, delta, group, facts["tuning"]),
+            "risk": None if reasons else _stated(statement_risk(facts)),
         },
         "privacy_unit": _privacy_unit(settings, dataset),
         "adjacency": "add-or-remove-one",
@@ -137,6 +138,7 @@ def build_statement(facts: dict[str, Any], weights: dict[str, str]) -> dict[str,
             "method": describe_method(settings, facts.get("peft"), runs[-1].get("method") if runs else None),
             "peft": facts.get("peft"),
             "optimizer": facts.get("optimizer"),
+            **{name: settings[name] for name in ("objective",) if name in settings},
             "clip_norm": settings["clip_norm"],
             "clipping": settings["clipping"],
             "expected_batch_size": settings["expected_batch_size"],
@@ -177,10 +179,19 @@ def build_statement(facts: dict[str, Any], weights: dict[str, str]) -> dict[str,
     return plain(statement)
 
 
-def _risk(events: list[Event], delta: float, group: int, tuning: dict[str, Any]) -> dict[str, Any]:
-    """Upper bounds on what an attacker can learn, of all runs that are charged."""
+def statement_risk(facts: dict[str, Any]) -> Risk:
+    """Upper bounds on what an attacker can learn about one unit, from all runs that are charged."""
+    events = [Event.from_dict(event) for event in facts["ledger"]["events"]]
+    settings, tuning = facts["settings"], facts["tuning"]
     runs, law = tuning["runs"] or 1, tuning["law"] or "fixed"
-    return risk(events, delta, group, runs=runs, law=law if runs > 1 else "fixed").to_dict()
+    law = law if runs > 1 else "fixed"
+    return risk(events, settings["target_delta"], group_size(settings), runs=runs, law=law)
+
+
+def _stated(found: Risk) -> dict[str, Any]:
+    """Attack rates with the trade-off curve, of which the card has a picture; all of it is rounded up."""
+    shown = [{"fpr": rate, "tpr": min(_ceil_digits(share, 4), 1.0)} for rate, share in found.curve[::TRADEOFF]]
+    return {**found.to_dict(), "tradeoff": shown}
 
 
 def rebuild(statement: dict[str, Any]) -> dict[str, Any]:
@@ -318,7 +329,7 @@ def _spent(events: list[Event], delta: float, unit: int, one: float, tuning: dic
         return one if unit == 1 else group_epsilon(events, delta, unit)
     if law == "fixed":
         events = [replace(event, steps=runs * event.steps) for event in events]
-        return joint_epsilon([events], delta).epsilon if unit == 1 else group_epsilon(events, delta, unit)
+        return epsilon(events, delta).epsilon if unit == 1 else group_epsilon(events, delta, unit)
     return best_of_epsilon(events, delta, runs, law) if unit == 1 else math.inf
 
 
