@@ -28,9 +28,11 @@ from .attribution import Attribution, UncoveredError
 from .conv import conv
 from .copies import relative_bias, relative_table, run_each, run_with_copies
 from .embedding import embedding
-from .linear import addmm, conv1d, linear
+from .linear import addmm, bmm, conv1d, linear, matmul
 from .norms import group_norm, layer_norm, rms_norm
+from .routed import is_experts, run_routed
 from .tap import REMEDY, SHARDED_REMEDY, AutogradOnlyError, Tap
+from .tapped import Tapped
 
 RULES: dict[Callable, Callable] = {
     F.linear: linear,
@@ -42,7 +44,14 @@ RULES: dict[Callable, Callable] = {
     torch.conv1d: conv,
     torch.conv2d: conv,
     torch.conv3d: conv,
+    **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), matmul),
+    **dict.fromkeys((torch.bmm, Tensor.bmm), bmm),
 }
+
+# Which argument of them is the input, where it is not the first.
+INPUTS: dict[Callable, int] = {torch.addmm: 1}
+# Rules whose input may also be what all records share.
+TAKE_SHARED = {F.linear, F.layer_norm}
 
 # Modules that hand their parameters to one of these functions; other modules' small parameters are copied instead.
 FUNCTIONAL = (nn.Linear, Conv1D, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _ConvNd)
@@ -55,7 +64,9 @@ DIRECT: dict[type[nn.Module], Callable] = {
     Conv1D: conv1d,
 }
 
-__all__ = ["REMEDY", "RULES", "SHARDED_REMEDY", "Attribution", "Site", "Tap", "UncoveredError", "refusal", "sites"]
+__all__ = [
+    "REMEDY", "RULES", "SHARDED_REMEDY", "Attribution", "Site", "Tap", "Tapped", "UncoveredError", "refusal", "sites",
+]  # fmt: skip
 
 
 class _Redirect(TorchFunctionMode):
@@ -84,18 +95,20 @@ class Site:
     path: str
     module: nn.Module
     parameters: dict[str, nn.Parameter]  # by the name within the module
-    kind: str  # "function", "copies", "each record", "relative bias"
+    kind: str  # "function", "copies", "each record", "relative bias", "experts"
 
     @property
     def attribute(self) -> str:
         return "compute_bias" if self.kind == "relative bias" else "forward"
 
-    def wrap(self, tap: Tap) -> Callable:
-        """The replacement of `module.<attribute>`."""
+    def wrap(self, tap: Tap) -> Callable | None:
+        """The replacement of `module.<attribute>`, if one is needed: most parameters are caught where they are used."""
         original, direct = getattr(self.module, self.attribute), DIRECT.get(type(self.module))
         computed = any(name in self.module.__dict__ for name in ("weight", "bias"))  # torch's older weight_norm
         if direct and self.kind == "function" and self.attribute not in self.module.__dict__ and not computed:
             return partial(direct, tap, self.module)
+        if self.kind == "function" and not tap.book.sharded:
+            return None
         if self.kind == "function":
 
             def redirected(*args: Any, **kwargs: Any) -> Any:
@@ -103,7 +116,12 @@ class Site:
                     return original(*args, **kwargs)
 
             return redirected
-        run = {"copies": run_with_copies, "each record": run_each, "relative bias": relative_bias}[self.kind]
+        run = {
+            "copies": run_with_copies,
+            "each record": run_each,
+            "relative bias": relative_bias,
+            "experts": run_routed,
+        }[self.kind]
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return run(tap, original, args, kwargs)
@@ -140,6 +158,9 @@ def sites(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Site]:
         else:
             small = {name: p for name, p in own.items() if p.dim() > 1 and p.shape[0] == 1}
         large = {name: p for name, p in own.items() if name not in small}
+        if is_experts(module, own):
+            yield Site(path, module, own, "experts")
+            continue
         if small:
             yield Site(path, module, small, "copies")
         if large:

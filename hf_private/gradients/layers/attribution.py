@@ -39,6 +39,7 @@ from hf_private.gradients.persample import widen
 if TYPE_CHECKING:
     from .tap import Tap
 
+PART = "@"  # between a parameter's name and the part of it: `experts.down_proj@3`, `lm_head.weight@T`
 Names = tuple[str | None, ...]  # of the parameters in one call
 SMALLEST = 1e-30  # output gradients below this are no evidence
 
@@ -109,10 +110,6 @@ class Attribution:
             return True
         return False
 
-    def knows(self, tap: Tap, names: Names, rank: int) -> bool:
-        """Whether a use of these parameters with `rank` axes before the features was measured."""
-        return (self._inputs, names, rank) in tap.layouts
-
     def measure(self, losses: Tensor, sharded: bool) -> bool:
         """Run the backward pass of weighted losses if one of the announced uses is new. Returns whether it ran."""
         self._weighted, self._weights = {}, None
@@ -150,7 +147,7 @@ class Attribution:
         queue = self._weighted.get((tap, names))
         found = self._find(tap, ds, queue.pop(0), rank, layout) if queue else None
         if found is None:
-            shown = " and ".join(f"`{name}`" for name in names if name)
+            shown = " and ".join(f"`{name.partition(PART)[0]}`" for name in names if name)
             raise UncoveredError(
                 f"{shown} ({type(tap.module).__name__}): the gradient of its output, of shape"
                 f" {tuple(ds.shape)}, cannot be divided among the {tap.batch_size} records of the batch. Either they"
