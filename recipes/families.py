@@ -37,7 +37,7 @@ from hf_private.tasks.synthetic import synthetic_batch
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = ((2, 8), (4, 8), (3, 7))  # records, length
-EXACT = 1e-8
+EXACT = 1e-6  # some models compute a part of themselves in float32
 SECONDS = 120  # for one row
 LORA_LAYERS = "all-linear"
 STATUSES = ("exact", "exact by fallback", "refused", "wrong", "not built")

@@ -1,6 +1,7 @@
 """BookKeeper: one backward pass, a book of (a, ds), and no parameter gradient from autograd."""
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from .layers import REMEDY, SHARDED_REMEDY, Attribution, Tap, Tapped, UncoveredError, refusal, sites
+from .layers import REMEDY, SHARDED_REMEDY, Attribution, Tap, Tapped, UncoveredError, own_losses, refusal, sites
 from .method import Full, Method
 from .parts import whole
 from .persample import Dense, PerSample, sq_norms, weighted_sum
@@ -113,6 +114,7 @@ class BookKeeper:
         for parameters, leaf, parameter in self._placed:
             parameters[leaf] = parameter
         self._undo, self._placed, self._tapped = [], [], {}
+        self.__dict__.pop("constants", None)
         self._entries = {}
         self._grads = {}
 
@@ -144,6 +146,11 @@ class BookKeeper:
         self.leading = len(first)
         self.attribution.begin(args, kwargs)
 
+    @cached_property
+    def constants(self) -> set[int]:
+        """Where the model's parameters and buffers are stored: no record is in them, whatever their shape."""
+        return {x.untyped_storage().data_ptr() for x in (*self.model.parameters(), *self.model.buffers())}
+
     @property
     def has_batch(self) -> bool:
         """Whether the model was called, so that the number of records is known."""
@@ -170,7 +177,7 @@ class BookKeeper:
 
     def observe(self, name: str, value: PerSample) -> None:
         """Add one use of parameter `name` to the book; the rules call this inside the backward pass."""
-        name, value = whole(name, value, self._parameters)
+        name, value = whole(name, value)
         for block, part in self.method.observe(name, value).items():
             self._entries[block] = self._entries[block] + part if block in self._entries else part
 
@@ -181,6 +188,7 @@ class BookKeeper:
                 f"`losses` must have shape ({self.batch_size},), one loss per record, got {tuple(losses.shape)}. "
                 "A mean over the batch couples the records: use reduction='none'."
             )
+        losses = own_losses(losses)
         if not losses.requires_grad:
             raise UncoveredError("`losses` must depend on a trainable parameter, got losses without a graph.")
         if self.attribution.measure(losses, self.sharded):

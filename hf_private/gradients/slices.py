@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .persample import Dense, Grams, Outer, PerSample, widen
+from .persample import Dense, Grams, PerSample
 
 Part = int | tuple[int, int]  # one index of the first axis, or a range of them
 
@@ -63,9 +63,3 @@ def _overlap(some: dict[Part, PerSample], others: dict[Part, PerSample]) -> bool
         a != b and span(a)[0] < span(b)[1] and span(b)[0] < span(a)[1] for a in some for b in others
     )
 
-
-def transposed(value: PerSample) -> PerSample:
-    """The gradients of a matrix from those of its transpose."""
-    if isinstance(value, Outer) and len(value.shape) == 2:
-        return Outer(value.right, value.left)
-    return Dense(widen(value.dense()).transpose(1, 2))

@@ -70,6 +70,7 @@ class Layout:
 
 
 MODELS: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, dict[tuple, Layout]]] = WeakKeyDictionary()
+MERGES: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, dict[tuple, tuple]]] = WeakKeyDictionary()
 
 
 class Attribution:
@@ -81,6 +82,7 @@ class Attribution:
 
     def __init__(self, model: nn.Module) -> None:
         self._layouts = MODELS.setdefault(model, WeakKeyDictionary())
+        self._merges = MERGES.setdefault(model, WeakKeyDictionary())
         self._inputs: frozenset[tuple] = frozenset()
         self._new = False  # a use was announced that was not measured before
         self._recording = False
@@ -90,6 +92,10 @@ class Attribution:
     def layouts(self, module: nn.Module) -> dict[tuple, Layout]:
         """What is known of a module: layouts by the inputs of the model, names of parameters, and rank."""
         return self._layouts.setdefault(module, {})
+
+    def merges(self, module: nn.Module) -> dict[tuple, tuple]:
+        """Where activations had their records when they met copies of a module's parameters, by call."""
+        return self._merges.setdefault(module, {})
 
     def begin(self, args: tuple, kwargs: dict) -> None:
         """Note the inputs of the model: other names or ranks may mean other layouts."""
@@ -109,6 +115,10 @@ class Attribution:
             self._new = True
             return True
         return False
+
+    def require(self) -> None:
+        """Have this batch measured: copies of a parameter meet activations of new shapes."""
+        self._new = True
 
     def measure(self, losses: Tensor, sharded: bool) -> bool:
         """Run the backward pass of weighted losses if one of the announced uses is new. Returns whether it ran."""

@@ -74,7 +74,11 @@ def addmm(tap: Tap, input: Tensor, mat1: Tensor, mat2: Tensor) -> Tensor:
 
 
 def matmul(tap: Tap, input: Tensor, other: Tensor) -> Tensor:
-    """Rule for `x @ weight`: x (..., in), weight (in, out)."""
+    """Rule for `x @ weight`, x (..., in), weight (in, out), and for `weight @ x`, weight (out, in), x (..., in, T)."""
+    if isinstance(input, Tapped):
+        if isinstance(other, Tapped) or input.dim() != 2 or other.dim() < 3:
+            raise AutogradOnlyError(f"`{tap.path}` multiplies a weight of shape {tuple(input.shape)}.")
+        return linear(tap, other.mT, input).mT
     if type(input) is not Tensor and (rule := special(tap, input)):
         return rule(lambda x: matmul(tap, x, other))
     if input.dim() < 2 or other.dim() != 2:

@@ -9,7 +9,7 @@ front as everywhere, and `Attribution` measures that they are.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,9 +103,14 @@ def _route(func: Callable, route: Route, args: tuple, kwargs: dict) -> Route | N
     return None
 
 
-def is_experts(module: nn.Module, parameters: dict[str, nn.Parameter]) -> bool:
+def is_adapted(path: str) -> bool:
+    """Whether PEFT has put an adapter around a module."""
+    return path.rpartition(".")[2] == "base_layer"
+
+
+def is_experts(module: nn.Module, parameters: Mapping[str, nn.Parameter | None]) -> bool:
     """Whether a module holds weights of several experts and is told by its caller which rows go to which."""
-    return any(p.dim() == 3 and p.shape[0] > 1 for p in parameters.values()) and len(
+    return any(p is not None and p.dim() == 3 and p.shape[0] > 1 for p in parameters.values()) and len(
         inspect.signature(type(module).forward).parameters
     ) > 2
 

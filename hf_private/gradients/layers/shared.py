@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from .attention import attention
 from .attribution import PART, UncoveredError
 from .routed import Routed
 from .tap import AutogradOnlyError, Tap, copied
@@ -34,7 +35,7 @@ METADATA: set[Any] = {getattr(Tensor, name).__get__ for name in ATTRIBUTES if ha
     Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.__len__,
     Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.is_contiguous, Tensor.get_device,
     Tensor.storage_offset, Tensor.is_signed, Tensor.__hash__, Tensor.register_hook, Tensor.is_pinned,
-    Tensor.requires_grad_, torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor,
+    Tensor.untyped_storage, Tensor.data_ptr, Tensor.requires_grad_, torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor,
 }  # fmt: skip
 # With a copy of a weight per record they take the memory of formed gradients.
 PRODUCTS = frozenset(
@@ -115,6 +116,8 @@ def dispatch(func: Callable, args: tuple, kwargs: dict) -> Any:
             pass
     if tap.lone or (isinstance(args[0] if args else None, Tapped) and _is_in_place(func)):
         return plainly(func, args, kwargs)
+    if func is Tensor.data.__get__ or func in (Tensor.detach, torch.detach):
+        return args[0].plain if isinstance(args[0], Tapped) else args[0].copies[0].detach()
     parts = part_of(func, args, kwargs)
     if parts is not None:
         return parts
@@ -123,17 +126,19 @@ def dispatch(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 def _rule(func: Callable, args: tuple, kwargs: dict) -> Callable | None:
     """The rule of a function, if the parameters of the call are where it wants them."""
-    from . import INPUTS, RULES, TAKE_SHARED
+    from . import EITHER, INPUTS, RULES, TAKE_SHARED
 
     rule = RULES.get(func)
-    if rule is None:
-        return None
+    if rule is None or rule is attention:  # attention takes parameters in any place
+        return rule
     place, takes_shared = INPUTS.get(func, 0), func in TAKE_SHARED
     for index, x in enumerate((*args, *kwargs.values())):
         if isinstance(x, Shared) and not (index == place and takes_shared):
             return None
-        if index == place and isinstance(x, Tapped) and not takes_shared:
+        if index == place and isinstance(x, Tapped) and not takes_shared and func not in EITHER:
             return None
+    if func in EITHER:
+        return rule if any(isinstance(x, Tapped) for x in args) else None
     parameters = [x for i, x in enumerate((*args, *kwargs.values())) if i != place and isinstance(x, Tapped)]
     return rule if parameters else None
 
@@ -167,9 +172,6 @@ def _with_copies(func: Callable, args: tuple, kwargs: dict) -> Any:
     return call.merge(plain)
 
 
-KNOWN: dict[tuple, tuple] = {}  # of a call: the axes of the records, of its arguments and of its result
-
-
 class _Call:
     def __init__(self, func: Callable, spec: Any, leaves: list[Any], shared: list[Shared]) -> None:
         self.func, self.spec, self.leaves, self.shared = func, spec, leaves, shared
@@ -187,11 +189,17 @@ class _Call:
             return []
         lengths = (self.rows, self.tap.leading)
         front = x.shape[0] in lengths and x.dim() > 1
+        if x.untyped_storage().data_ptr() in self.tap.book.constants:
+            return []
         if not x.requires_grad:  # a mask, an index, or a frozen layer's output
             return [0] if front else []
-        divisible = x.shape[0] % self.records == 0
-        others = [a for a in range(1, x.dim()) if x.shape[a] == self.rows]
-        return [0, *others] if divisible else others
+        exactly = [a for a in range(x.dim()) if x.shape[a] == self.rows]
+        scores = x.dim() == 4 and x.shape[2] == x.shape[3]  # (windows of all records, heads, query, key)
+        if x.shape[0] % self.records == 0 and (front or scores or exactly[:1] not in ([0], [1])):
+            exactly = [0, *exactly]
+        elif x.shape[0] % self.records == 0:
+            exactly = [*exactly, 0]
+        return list(dict.fromkeys(exactly))
 
     def call(self, leaves: list[Any]) -> Any:
         args, kwargs = tree_unflatten(leaves, self.spec)
@@ -255,48 +263,57 @@ class _Call:
         """A function of both: an ordinary result, with the records where the activation has them."""
         in_place = _is_in_place(self.func)
         key = (self.func, self.records, self.rows, str(self.spec), *map(_signature, self.leaves))
-        known = None if self.new else KNOWN.get(key)
+        known = None if self.new else self.tap.merges.get(key)
+        if known is None:
+            self.tap.book.attribution.require()
         wanted = None if known else self.without_copies()
-        choices = [known[0]] if known else [[c[0] if c else None for c in per] for per in self.choices(plain)]
-        for axes in choices:
+        choices = [known[:2]] if known else self.choices(plain)
+        for axes, own_rows in choices:
             try:
-                result = self.attempt(axes, in_place and wanted is not None)
+                result = self.attempt(axes, own_rows, on_a_copy=in_place and known is None)
             except UncoveredError:
-                if axes is choices[-1]:
+                if (axes, own_rows) == choices[-1]:
                     raise
                 continue
-            placed = known[1] if known else _placed(result, wanted, self.records, self.new)
+            placed = known[2] if known else _placed(result, wanted, self.records)
             if placed is not None:
-                KNOWN[key] = (axes, placed)
+                self.tap.merges[key] = (axes, own_rows, placed)
                 if in_place:
-                    return self.leaves[0] if wanted is None else self.attempt(axes, False) and self.leaves[0]
+                    if known is None:
+                        self.attempt(axes, own_rows, on_a_copy=False)
+                    return self.leaves[0]
                 flat, spec = tree_flatten(result)
                 return tree_unflatten([self.restore(x, axis) for x, axis in zip(flat, placed, strict=True)], spec)
         if in_place:
             raise self.refuse("its result changes")
         return self.run([None] * len(self.leaves))
 
-    def choices(self, plain: list[int]) -> list[list[list[int]]]:
-        """For each attempt and each argument, the axis to try, in a list, or an empty list."""
-        options = {i: self.axes(i) for i in plain}
+    def choices(self, plain: list[int]) -> list[tuple[list[int | None], bool]]:
+        """What to try: the axis of each argument, and whether of a copy with as many rows the record's own count."""
+        options = {i: self.axes(i) or [None] for i in plain}
         attempts = max(len(o) for o in options.values())
-        return [
-            [options[i][min(k, len(options[i]) - 1) :][:1] if options.get(i) else [] for i in range(len(self.leaves))]
-            for k in range(attempts)
-        ]
+        found = []
+        for k in range(attempts):
+            axes = [options[i][min(k, len(options[i]) - 1)] if i in options else None for i in range(len(self.leaves))]
+            found += [(axes, True), (axes, False)] if self.have_rows(axes) else [(axes, False)]
+        return found
 
-    def attempt(self, axes: list[int | None], on_a_copy: bool) -> Any:
+    def have_rows(self, axes: list[int | None]) -> list[bool]:
+        """Of each argument whether it is shared and yet has a row for each row of the batch; empty if none is."""
+        mapped = [(x, axis) for x, axis in zip(self.leaves, axes, strict=True) if axis is not None]
+        rank, (first, front) = max(x.dim() for x, _ in mapped), mapped[0]
+        length = first.shape[front]
+        found = [isinstance(x, Shared) and x.dim() == rank and x.shape[front] == length > 1 for x in self.leaves]
+        return found if any(found) else []
+
+    def attempt(self, axes: list[int | None], own_rows: bool, on_a_copy: bool) -> Any:
         """The call for each record: results (N, ...) of what the record's rows give."""
         inputs, dims = [], []
-        rank = max(x.dim() for x, a in zip(self.leaves, axes, strict=True) if a is not None)
-        lengths = {x.shape[a] for x, a in zip(self.leaves, axes, strict=True) if a is not None}
         front = next(a for a in axes if a is not None)
-        for x, axis in zip(self.leaves, axes, strict=True):
+        rows = self.have_rows(axes) if own_rows else [False] * len(axes)
+        for x, axis, has_rows in zip(self.leaves, axes, rows, strict=True):
             if isinstance(x, Shared):
-                copies = x.copies
-                if x.dim() == rank and x.shape[front] in lengths and x.shape[front] > 1:
-                    copies = _diagonal(copies, front, self.records)
-                inputs.append(copies)
+                inputs.append(_diagonal(x.copies, front, self.records) if has_rows else x.copies)
                 dims.append(0)
             elif axis is not None:
                 x = x.detach().clone() if on_a_copy and x is self.leaves[0] else x
@@ -355,7 +372,7 @@ def _diagonal(copies: Tensor, axis: int, records: int) -> Tensor:
     return x.diagonal(dim1=0, dim2=axis + 1).movedim(-1, 0)
 
 
-def _placed(result: Any, wanted: Any, records: int, compare: bool) -> list[int | None] | None:
+def _placed(result: Any, wanted: Any, records: int) -> list[int | None] | None:
     """The axis of the records in each of the results, None for what all share; None if the results are not those."""
     axes: list[int | None] = []
     for x, y in zip(tree_leaves(result), tree_leaves(wanted), strict=True):
@@ -369,7 +386,7 @@ def _placed(result: Any, wanted: Any, records: int, compare: bool) -> list[int |
         ]  # fmt: skip
         if not fits:
             return None
-        fitting = [a for a in fits if not compare or _close(x.detach().movedim(0, a).flatten(a, a + 1), y)]
+        fitting = [a for a in fits if _close(x.detach().movedim(0, a).flatten(a, a + 1), y)]
         if not fitting:
             return None
         axes.append(fitting[0])
@@ -382,3 +399,10 @@ def _close(x: Tensor, y: Tensor) -> bool:
     limit = torch.finfo(x.dtype).eps ** 0.5
     largest = y.abs().amax() if y.numel() else 0
     return torch.allclose(x, y, rtol=limit, atol=limit * float(largest) if largest == largest and largest != float("inf") else limit, equal_nan=True)
+
+
+def own_losses(losses: Tensor) -> Tensor:
+    """The losses (N,): if all records share them, the n-th of record n's copy."""
+    if isinstance(losses, Shared) and losses.dim() == 1 and len(losses) == len(losses.copies):
+        return losses.copies.diagonal()
+    return losses

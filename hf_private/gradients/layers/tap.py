@@ -25,6 +25,7 @@ class Book(Protocol):
     leading: int
     expanded: set[str]  # paths of embeddings whose positions (1, T) became (N, T)
     copied: set[str]  # weights of which each record got its own copy
+    constants: set[int]  # storage of the model's parameters and buffers
     sharded: bool
     rows_per_record: int
     attribution: Attribution
@@ -53,6 +54,7 @@ class Tap:
         self.path = path
         self.names = names
         self.layouts = book.attribution.layouts(module)
+        self.merges = book.attribution.merges(module)
         places = [(local, *local.rpartition(".")[::2]) for local in names]
         self._places = {local: (module.get_submodule(owner)._parameters, leaf) for local, owner, leaf in places}
 

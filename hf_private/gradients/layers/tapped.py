@@ -37,8 +37,9 @@ class Tapped(Tensor):
         return tapped
 
     def part(self, key: str, plain: Tensor) -> Tapped:
-        """One index of the first axis ("3"), a range of it ("0:32"), or the transpose ("T")."""
-        return Tapped.of(plain, self.tap, f"{self.entry}{PART}{key}")
+        """A part of it, as parts.py names them."""
+        numbers = ",".join(str(n) for n in self.plain.shape)
+        return Tapped.of(plain, self.tap, f"{self.entry}{PART}{key}:{numbers}")
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -53,40 +54,51 @@ def plainly(func: Callable, args: tuple, kwargs: dict) -> Any:
         return func(*args, **kwargs)
 
 
-def _integer(index: Any) -> int | None:
-    if isinstance(index, int) and not isinstance(index, bool):
-        return index
-    if type(index) is Tensor and index.dim() == 0 and not index.is_floating_point() and index.dtype != torch.bool:
-        return int(index)
-    return None
+RESHAPES = frozenset("view reshape flatten squeeze unsqueeze unflatten view_as reshape_as".split())
+CASTS = frozenset("to float double half bfloat16 type type_as contiguous clone".split())
+TRANSPOSES = {Tensor.T.__get__, Tensor.mT.__get__}
 
 
 def part_of(func: Callable, args: tuple, kwargs: dict) -> Tapped | tuple[Tapped, ...] | None:
     """The parts of a parameter that a call picks, if it is one of those that are known; None otherwise."""
     first = args[0] if args else None
-    if not isinstance(first, Tapped) or any(isinstance(x, Tensor) and isinstance(x, Tapped) for x in args[1:]):
+    name = getattr(func, "__name__", "")
+    if not isinstance(first, Tapped) or any(isinstance(x, Tapped) for x in args[1:]):
         return None
-    name, plain, whole = getattr(func, "__name__", ""), first.plain, PART not in first.entry
-    if name == "__getitem__" and len(args) == 2 and plain.dim() > 1 and whole:
-        index, length = _integer(args[1]), len(plain)
-        if index is not None:
-            index %= length
-            return first.part(str(index), plain[index])
-        if isinstance(args[1], slice) and args[1].step in (None, 1):
-            start, stop, _ = args[1].indices(length)
-            return first.part(f"{start}:{stop}", plain[start:stop])
-        return None
-    dims = tuple(args[1:]) + tuple(kwargs.values())
-    swaps = name in ("t", "numpy_T") or (name == "transpose" and sorted(d % 2 for d in dims if isinstance(d, int)) == [0, 1])
-    if plain.dim() == 2 and (swaps or func in _TRANSPOSES):
-        return first.part("T", plain.t())
-    if name in ("chunk", "split") and len(args) == 2 and not kwargs and plain.dim() > 1 and whole:
-        bounds, start = [], 0
-        for piece in plain.chunk(args[1]) if name == "chunk" else plain.split(args[1]):
-            bounds.append((start, start + len(piece)))
-            start += len(piece)
-        return tuple(first.part(f"{a}:{b}", plain[a:b]) for a, b in bounds)
+    plain = first.plain
+    if func in TRANSPOSES or name in ("t", "transpose"):
+        return first.part("T", plain.t()) if plain.dim() == 2 and _swaps(args[1:], kwargs) else None
+    if name in CASTS:
+        cast = func(plain, *args[1:], **kwargs)
+        return first.part("C", cast) if cast.is_floating_point() else None
+    if name in RESHAPES:
+        return first.part("R", func(plain, *args[1:], **kwargs))
+    if name == "__getitem__" and plain.dim() > 0:
+        return _indexed(first, args[1])
+    if name in ("chunk", "split", "unbind") and plain.dim() > 1 and not kwargs and len(args) < 3:
+        parts, start = [], 0
+        for piece in func(plain, *args[1:]):
+            rows = 1 if name == "unbind" else len(piece)
+            parts.append(first[start] if name == "unbind" else first[start : start + rows])
+            start += rows
+        return tuple(parts)
     return None
 
 
-_TRANSPOSES = {Tensor.T.__get__, Tensor.mT.__get__}
+def _indexed(whole: Tapped, index: Any) -> Tapped | None:
+    plain, length = whole.plain, len(whole.plain)
+    if isinstance(index, slice) and index.step in (None, 1):
+        start, stop, _ = index.indices(length)
+        return whole.part(f"S{start}-{stop}", plain[start:stop])
+    if isinstance(index, Tensor) and (index.dim() or index.is_floating_point() or index.dtype == torch.bool):
+        return None
+    if isinstance(index, (int, Tensor)) and not isinstance(index, bool):
+        number = int(index) % length
+        return whole.part(f"I{number}", plain[number])
+    return None
+
+
+def _swaps(dims: tuple, kwargs: dict) -> bool:
+    """Whether the two axes of a matrix change places."""
+    named = (*dims, *kwargs.values())
+    return not named or sorted(d % 2 for d in named) == [0, 1]
