@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import transformers
 from architectures import HEADS, MAPPINGS, tiny_model
-from family_inputs import NoInputsError, inputs_of
+from family_inputs import inputs_of
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING

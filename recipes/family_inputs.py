@@ -56,7 +56,9 @@ def image_shape(config: Any) -> tuple[int, int, int]:
     return getattr(vision, "num_channels", None) or 3, height, width
 
 
-def sound(base: Any, batch_size: int, length: int, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
+def sound(
+    base: Any, batch_size: int, length: int, generator: torch.Generator, dtype: torch.dtype
+) -> dict[str, Tensor]:
     name, config = base.main_input_name, base.config
     if name == "input_values" and not hasattr(config, "num_mel_bins"):
         return {name: torch.randn(batch_size, SAMPLES, generator=generator).to(dtype)}

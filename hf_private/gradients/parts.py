@@ -41,4 +41,4 @@ def reshaped(value: PerSample, shape: Size) -> PerSample:
     if isinstance(value, Outer):
         return Outer(value.left, value.right, shape)
     g = value.dense()
-    return Dense(g.view(len(g), *shape))
+    return Dense(g.reshape(len(g), *shape))

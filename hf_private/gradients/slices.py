@@ -59,7 +59,4 @@ def _overlap(some: dict[Part, PerSample], others: dict[Part, PerSample]) -> bool
     def span(part: Part) -> tuple[int, int]:
         return (part, part + 1) if isinstance(part, int) else part
 
-    return any(
-        a != b and span(a)[0] < span(b)[1] and span(b)[0] < span(a)[1] for a in some for b in others
-    )
-
+    return any(a != b and span(a)[0] < span(b)[1] and span(b)[0] < span(a)[1] for a in some for b in others)

@@ -122,7 +122,10 @@ def test_an_uncovered_use_is_an_error_by_name_and_exact_in_a_batch_of_one(comput
     def loss(model, batch):
         return model(batch["x"]).square().sum(1)
 
-    with pytest.raises(UncoveredError, match=r"(?s)`w`.*`parameter.requires_grad_\(False\)`"), BookKeeper(model) as book:
+    with (
+        pytest.raises(UncoveredError, match=r"(?s)`w`.*`parameter.requires_grad_\(False\)`"),
+        BookKeeper(model) as book,
+    ):
         book.backward(loss(model, {"x": torch.randn(3, 3).double()}))
     assert_exact(model, loss, {"x": torch.randn(1, 3).double()})
 
@@ -148,7 +151,9 @@ def test_a_computed_weight_is_exact():
     torch.manual_seed(0)
     model = Standardised(3, 2).double()
     for batch_size in (1, 2, 4):
-        assert_exact(model, lambda model, batch: model(batch["x"]).square().sum(1), {"x": torch.randn(batch_size, 3).double()})
+        assert_exact(
+            model, lambda model, batch: model(batch["x"]).square().sum(1), {"x": torch.randn(batch_size, 3).double()}
+        )
 
 
 def weight_norm(layer):

@@ -108,7 +108,7 @@ class Site:
         return "compute_bias" if self.kind == "relative bias" else "forward"
 
     def wrap(self, tap: Tap) -> Callable | None:
-        """The replacement of `module.<attribute>`, if one is needed: most parameters are caught where they are used."""
+        """The replacement of `module.<attribute>`, if there is one: most parameters are caught where they are used."""
         original, direct = getattr(self.module, self.attribute), DIRECT.get(type(self.module))
         computed = any(name in self.module.__dict__ for name in ("weight", "bias"))  # torch's older weight_norm
         if direct and self.kind == "function" and self.attribute not in self.module.__dict__ and not computed:

@@ -20,7 +20,6 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from .attribution import UncoveredError
 from .tap import Tap, copies
 
-
 UNFIT: WeakSet[nn.Module] = WeakSet()  # modules that do not run with copies of their parameters
 
 

@@ -8,7 +8,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_private.gradients.persample import Dense, Outer, widen
 
 from .recompute import recompute_fn
-from .special import special
+from .special import is_special, special
 from .tap import AutogradOnlyError, Tap
 from .tapped import Tapped
 
@@ -49,7 +49,7 @@ class _Linear(torch.autograd.Function):
 
 def linear(tap: Tap, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Rule for `F.linear`: input (..., in), weight (out, in)."""
-    if type(input) is not Tensor and (rule := special(tap, input)):
+    if is_special(tap, input) and (rule := special(tap, input)):
         return rule(lambda x: linear(tap, x, weight, bias))
     names = (tap.name(weight), tap.name(bias))
     tap.announce(names, input.shape[:-1])
@@ -58,7 +58,7 @@ def linear(tap: Tap, input: Tensor, weight: Tensor, bias: Tensor | None = None) 
 
 def conv1d(tap: Tap, module: Conv1D, input: Tensor) -> Tensor:
     """Rule for Hugging Face's Conv1D itself, which flattens its input (..., in) around `torch.addmm`."""
-    if type(input) is not Tensor and (rule := special(tap, input)):
+    if is_special(tap, input) and (rule := special(tap, input)):
         return rule(lambda x: conv1d(tap, module, x))
     weight, bias = module.weight, module.bias
     names = (tap.name(weight), tap.name(bias))
@@ -79,7 +79,7 @@ def matmul(tap: Tap, input: Tensor, other: Tensor) -> Tensor:
         if isinstance(other, Tapped) or input.dim() != 2 or other.dim() < 3:
             raise AutogradOnlyError(f"`{tap.path}` multiplies a weight of shape {tuple(input.shape)}.")
         return linear(tap, other.mT, input).mT
-    if type(input) is not Tensor and (rule := special(tap, input)):
+    if is_special(tap, input) and (rule := special(tap, input)):
         return rule(lambda x: matmul(tap, x, other))
     if input.dim() < 2 or other.dim() != 2:
         raise AutogradOnlyError(f"`{tap.path}` multiplies by a weight of shape {tuple(other.shape)}.")

@@ -2,8 +2,8 @@
 
 An experts module gets the tokens of all records, (N * T, d), and picks rows for each expert. Which record a picked row
 belongs to follows from the index it was picked with. `Routed` rows carry that along, through functions of which row i
-of the result depends on row i alone. A rule pads them to (N, most rows of one record, d), where it finds the records in
-front as everywhere, and `Attribution` measures that they are.
+of the result depends on row i alone. A rule pads them to (N, most rows of one record, d), with the records in front,
+and `Attribution` measures that they are.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 # Functions whose result has in row i what row i of their arguments gives, by name.
 ROWWISE = frozenset(
-    "linear matmul mm __matmul__ add sub mul div __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ neg exp "
-    "relu gelu silu sigmoid tanh softplus softmax relu6 hardswish mish pow __pow__ clamp clamp_ clamp_min clamp_max square "
-    "sqrt rsqrt abs minimum maximum where to float double half bfloat16 type type_as contiguous clone detach dropout "
+    "linear matmul mm __matmul__ add sub mul div __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ neg "
+    "exp relu gelu silu sigmoid tanh softplus softmax relu6 hardswish mish pow __pow__ clamp clamp_ clamp_min clamp_max "
+    "square sqrt rsqrt abs minimum maximum where to float double half bfloat16 type type_as contiguous clone detach dropout "
     "layer_norm rms_norm mean glu leaky_relu".split()
 )
 
@@ -110,13 +110,14 @@ def is_adapted(path: str) -> bool:
 
 def is_experts(module: nn.Module, parameters: Mapping[str, nn.Parameter | None]) -> bool:
     """Whether a module holds weights of several experts and is told by its caller which rows go to which."""
-    return any(p is not None and p.dim() == 3 and p.shape[0] > 1 for p in parameters.values()) and len(
-        inspect.signature(type(module).forward).parameters
-    ) > 2
+    return (
+        any(p is not None and p.dim() == 3 and p.shape[0] > 1 for p in parameters.values())
+        and len(inspect.signature(type(module).forward).parameters) > 2
+    )
 
 
 def run_routed(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> Any:
-    """Run an experts module with rows that know their records; one loop over experts, whatever kernel is configured."""
+    """Run an experts module with rows that know their records: its loop over experts, whatever kernel is configured."""
     forward = getattr(forward, "__wrapped__", forward)
     if not inspect.ismethod(forward):
         forward = forward.__get__(tap.module)
@@ -133,4 +134,3 @@ def run_routed(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> Any:
         kwargs = kwargs | {name: routed}
     y = forward(*args, **kwargs)
     return tree_map(lambda t: t.as_subclass(Tensor) if isinstance(t, Routed) else t, y)
-

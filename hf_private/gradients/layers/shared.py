@@ -54,11 +54,11 @@ class Shared(Tensor):
     fresh: bool  # whether a use of one of them is new, so that results are checked
 
     @staticmethod
-    def __new__(cls, copies: Tensor, tap: Tap, names: frozenset[str], new: bool) -> Shared:
+    def __new__(cls, copies: Tensor, tap: Tap, names: frozenset[str], fresh: bool) -> Shared:
         shared = torch.Tensor._make_wrapper_subclass(
             cls, copies.shape[1:], dtype=copies.dtype, device=copies.device, requires_grad=copies.is_floating_point()
         )
-        shared.copies, shared.tap, shared.entries, shared.fresh = copies, tap, names, new
+        shared.copies, shared.tap, shared.entries, shared.fresh = copies, tap, names, fresh
         if copies.is_floating_point():  # what does not ask here first must not lose the gradient
             plainly(Tensor.register_hook, (shared, _Leaked(names, tap)), {})
         return shared
@@ -146,7 +146,16 @@ def _rule(func: Callable, args: tuple, kwargs: dict) -> Callable | None:
 def _is_in_place(func: Callable) -> bool:
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
-        return name in ("__setitem__", "__iadd__", "__imul__", "__isub__", "__itruediv__", "__ipow__", "__iand__", "__ior__")
+        return name in (
+            "__setitem__",
+            "__iadd__",
+            "__imul__",
+            "__isub__",
+            "__itruediv__",
+            "__ipow__",
+            "__iand__",
+            "__ior__",
+        )
     return name.endswith("_")
 
 
@@ -398,7 +407,13 @@ def _close(x: Tensor, y: Tensor) -> bool:
         return True
     limit = torch.finfo(x.dtype).eps ** 0.5
     largest = y.abs().amax() if y.numel() else 0
-    return torch.allclose(x, y, rtol=limit, atol=limit * float(largest) if largest == largest and largest != float("inf") else limit, equal_nan=True)
+    return torch.allclose(
+        x,
+        y,
+        rtol=limit,
+        atol=limit * float(largest) if largest == largest and largest != float("inf") else limit,
+        equal_nan=True,
+    )
 
 
 def own_losses(losses: Tensor) -> Tensor:
