@@ -4,8 +4,8 @@
     python recipes/families.py --only mixtral t5  # some, measured again
     python recipes/families.py --report           # the tables alone, from what was measured
 
-Each model type is built with each of its training heads (`architectures.py`) in float64, trained in full and with LoRA.
-At several numbers of records B and lengths T, of most of which B divides T, norms and weighted sums of the engine are
+Each model type is built with each of its heads (`architectures.py`) in float64, trained in full and with LoRA. At
+several numbers of records B and lengths T, of most of which B divides T, norms and weighted sums of the engine are
 compared with those of one record at a time. What is exact is then put through the self-check, once per type. Results:
 `results/families.json`, and `results/families.md`.
 """

@@ -1,7 +1,7 @@
 """Parts of parameters have names, and gradients that belong into those of the whole.
 
-`w@T` is the transpose of `w`, `w@I3:8,16,4` index 3 of its first axis, where `w` is (8, 16, 4), `w@S0-8:24,8` a range of
-it, `w@R:16,4` the same numbers in another shape, and `w@C` in another precision.
+`w@T` is the transpose of `w`, `w@I3:8,16,4` index 3 of its first axis, where `w` is (8, 16, 4), `w@S0-8:24,8` a range
+of it, `w@R:16,4` the same numbers in another shape, and `w@C` in another precision.
 """
 
 from torch import Size

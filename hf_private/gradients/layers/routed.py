@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 # Functions whose result has in row i what row i of their arguments gives, by name.
 ROWWISE = frozenset(
     "linear matmul mm __matmul__ add sub mul div __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ neg "
-    "exp relu gelu silu sigmoid tanh softplus softmax relu6 hardswish mish pow __pow__ clamp clamp_ clamp_min clamp_max "
-    "square sqrt rsqrt abs minimum maximum where to float double half bfloat16 type type_as contiguous clone detach dropout "
-    "layer_norm rms_norm mean glu leaky_relu".split()
+    "exp relu gelu silu sigmoid tanh softplus softmax relu6 hardswish mish pow __pow__ clamp clamp_ clamp_min "
+    "clamp_max square sqrt rsqrt abs minimum maximum where to float double half bfloat16 type type_as contiguous "
+    "clone detach dropout layer_norm rms_norm mean glu leaky_relu".split()
 )
 
 
@@ -117,7 +117,7 @@ def is_experts(module: nn.Module, parameters: Mapping[str, nn.Parameter | None])
 
 
 def run_routed(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> Any:
-    """Run an experts module with rows that know their records: its loop over experts, whatever kernel is configured."""
+    """Run an experts module with rows that know their records: by its loop, whatever kernel is configured."""
     forward = getattr(forward, "__wrapped__", forward)
     if not inspect.ismethod(forward):
         forward = forward.__get__(tap.module)

@@ -1,13 +1,13 @@
 """Values that all records share: a parameter that no rule knows, and what is computed of parameters alone.
 
-Each record gets its own copy, (N, *shape), behind a tensor that looks to the model like the value itself, of `shape`. A
-function of such values runs for each record (torch.vmap), so a table of relative positions, the norm that is applied to
-it and the projection of both stay values that all records share. Where one meets an activation, record n's copy meets
-the rows of record n, and an ordinary tensor leaves: the gradient of the copies is the per-sample gradient.
+Each record gets its own copy, (N, *shape), behind a tensor that looks to the model like the value itself, of `shape`.
+A function of such values runs for each record (torch.vmap), so a table of relative positions, the norm that is applied
+to it and the projection of both stay values that all records share. Where one meets an activation, record n's copy
+meets the rows of record n, and an ordinary tensor leaves: the gradient of the copies is the per-sample gradient.
 
-Which axis of the activation holds the records is a guess, and so checked. The result must be the one without copies, in
-shape always and in value when a use is new. That the gradient of copy n depends on record n alone is measured by
-`Attribution`. So a wrong guess is an error, never a wrong gradient.
+Which axis of the activation holds the records is a guess. So a call with new shapes must give what it gives without
+copies, and its batch is measured by `Attribution`: the gradient of copy n must depend on record n alone. A wrong guess
+is an error, never a wrong gradient.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ from .tapped import Tapped, part_of, plainly
 
 # What asks for the shape or the kind of a tensor.
 ATTRIBUTES = (
-    "shape dtype device layout ndim itemsize nbytes requires_grad grad grad_fn is_leaf is_cpu is_cuda is_meta is_mps is_xpu "
-    "is_sparse is_quantized is_nested is_mkldnn is_mtia is_ipu is_hpu is_vulkan is_maia is_xla is_sparse_csr _version names "
-    "output_nr retains_grad _backward_hooks _post_accumulate_grad_hooks"
+    "shape dtype device layout ndim itemsize nbytes requires_grad grad grad_fn is_leaf is_cpu is_cuda is_meta is_mps "
+    "is_xpu is_sparse is_quantized is_nested is_mkldnn is_mtia is_ipu is_hpu is_vulkan is_maia is_xla is_sparse_csr "
+    "_version names output_nr retains_grad _backward_hooks _post_accumulate_grad_hooks"
 ).split()
 METADATA: set[Any] = {getattr(Tensor, name).__get__ for name in ATTRIBUTES if hasattr(Tensor, name)} | {
     Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.__len__,
     Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.is_contiguous, Tensor.get_device,
     Tensor.storage_offset, Tensor.is_signed, Tensor.__hash__, Tensor.register_hook, Tensor.is_pinned,
-    Tensor.untyped_storage, Tensor.data_ptr, Tensor.requires_grad_, torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor,
+    Tensor.untyped_storage, Tensor.data_ptr, Tensor.requires_grad_, torch.is_floating_point, torch.is_complex,
+    torch.numel, torch.is_tensor,
 }  # fmt: skip
 # With a copy of a weight per record they take the memory of formed gradients.
 PRODUCTS = frozenset(
-    "linear matmul mm bmm baddbmm __matmul__ __rmatmul__ einsum conv1d conv2d conv3d conv_transpose1d conv_transpose2d lstm gru "
-    "multi_head_attention_forward addmm tensordot grouped_mm".split()
+    "linear matmul mm bmm baddbmm __matmul__ __rmatmul__ einsum conv1d conv2d conv3d conv_transpose1d "
+    "conv_transpose2d lstm gru multi_head_attention_forward addmm tensordot grouped_mm".split()
 )
+DETACHES: set[Any] = {getattr(Tensor, "data").__get__, Tensor.detach, torch.detach}  # noqa: B009
 SIZED = ("expand", "repeat", "broadcast_to", "tile")  # `cls_token.expand(len(x), -1, -1)`
 
 
@@ -55,7 +57,7 @@ class Shared(Tensor):
 
     @staticmethod
     def __new__(cls, copies: Tensor, tap: Tap, names: frozenset[str], fresh: bool) -> Shared:
-        shared = torch.Tensor._make_wrapper_subclass(
+        shared: Any = torch.Tensor._make_wrapper_subclass(
             cls, copies.shape[1:], dtype=copies.dtype, device=copies.device, requires_grad=copies.is_floating_point()
         )
         shared.copies, shared.tap, shared.entries, shared.fresh = copies, tap, names, fresh
@@ -78,7 +80,7 @@ class Shared(Tensor):
         return dispatch(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(cls, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:  # pyrefly: ignore[bad-override]
         found = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Shared))
         raise _refusal(found.entries, found.tap, f"`{func}` takes it as it is")
 
@@ -116,7 +118,7 @@ def dispatch(func: Callable, args: tuple, kwargs: dict) -> Any:
             pass
     if tap.lone or (isinstance(args[0] if args else None, Tapped) and _is_in_place(func)):
         return plainly(func, args, kwargs)
-    if func is Tensor.data.__get__ or func in (Tensor.detach, torch.detach):
+    if func in DETACHES:
         return args[0].plain if isinstance(args[0], Tapped) else args[0].copies[0].detach()
     parts = part_of(func, args, kwargs)
     if parts is not None:
@@ -146,16 +148,7 @@ def _rule(func: Callable, args: tuple, kwargs: dict) -> Callable | None:
 def _is_in_place(func: Callable) -> bool:
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
-        return name in (
-            "__setitem__",
-            "__iadd__",
-            "__imul__",
-            "__isub__",
-            "__itruediv__",
-            "__ipow__",
-            "__iand__",
-            "__ior__",
-        )
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
     return name.endswith("_")
 
 
@@ -256,7 +249,7 @@ class _Call:
         """`expand` and `repeat` to one row per row of the batch."""
         first = self.leaves[0]
         sizes = [i for i, x in enumerate(self.leaves) if isinstance(x, int) and not isinstance(x, bool)]
-        target = self.leaves[sizes[0]] if sizes else None
+        target = self.leaves[sizes[0]] if sizes else 0
         if not isinstance(first, Shared) or target not in (self.rows, self.tap.leading):
             return None
         repeats = self.func.__name__ in ("repeat", "tile")
@@ -406,14 +399,9 @@ def _close(x: Tensor, y: Tensor) -> bool:
     if x.is_meta or not x.is_floating_point():
         return True
     limit = torch.finfo(x.dtype).eps ** 0.5
-    largest = y.abs().amax() if y.numel() else 0
-    return torch.allclose(
-        x,
-        y,
-        rtol=limit,
-        atol=limit * float(largest) if largest == largest and largest != float("inf") else limit,
-        equal_nan=True,
-    )
+    sizes = y.abs()[torch.isfinite(y)]
+    largest = float(sizes.max()) if sizes.numel() else 0.0
+    return torch.allclose(x, y, rtol=limit, atol=limit * largest, equal_nan=True)
 
 
 def own_losses(losses: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def special(tap: Tap, x: Tensor) -> Callable[[Rule], Tensor] | None:
         return lambda rule: Routed.of(route.unpadded(rule(route.padded(x.as_subclass(Tensor)))), route)
     if type(x) is Tensor and not tap.book.sharded and not _has_records(x.shape[:-1], tap.batch_size):
         copies = x.unsqueeze(0).expand(tap.batch_size, *x.shape)
-        return lambda rule: Shared(rule(copies), tap, frozenset(tap.names.values()), fresh=True)
+        return lambda rule: Shared(rule(copies), tap, frozenset(tap.names.values()), True)
     return None
 
 

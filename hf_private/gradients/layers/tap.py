@@ -1,7 +1,7 @@
 """What a rule sees of the book: the records, a scalar that keeps the graph alive, and where to write."""
 
 from collections.abc import Iterator
-from typing import Protocol, overload
+from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,14 @@ class Book(Protocol):
     leading: int
     expanded: set[str]  # paths of embeddings whose positions (1, T) became (N, T)
     copied: set[str]  # weights of which each record got its own copy
-    constants: set[int]  # storage of the model's parameters and buffers
     sharded: bool
     rows_per_record: int
     attribution: Attribution
 
     @property
     def has_batch(self) -> bool: ...
+    @property
+    def constants(self) -> set[int]: ...
     @property
     def batch_size(self) -> int: ...
     @property
@@ -101,7 +102,7 @@ class Tap:
                 return self.names[local]
         return None
 
-    def place(self, tapped: dict[int, Tapped]) -> Iterator[tuple[dict, str, Tensor]]:
+    def place(self, tapped: dict[int, Any]) -> Iterator[tuple[dict, str, Tensor]]:
         """Put `Tapped` parameters in the places of those of this module, one for each of the model's parameters.
 
         Yields each place with the parameter that was there.

@@ -56,7 +56,7 @@ def plainly(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 RESHAPES = frozenset("view reshape flatten squeeze unsqueeze unflatten view_as reshape_as".split())
 CASTS = frozenset("to float double half bfloat16 type type_as contiguous clone".split())
-TRANSPOSES = {Tensor.T.__get__, Tensor.mT.__get__}
+TRANSPOSES: set[Any] = {getattr(Tensor, name).__get__ for name in ("T", "mT")}
 
 
 def part_of(func: Callable, args: tuple, kwargs: dict) -> Tapped | tuple[Tapped, ...] | None:
