@@ -1,4 +1,4 @@
-"""The epsilon of private steps, and how much noise or how many steps a budget allows.
+"""The epsilon of private steps, and how much noise a budget allows.
 
 The names are here, without imports, so that the command line can list them quickly.
 """

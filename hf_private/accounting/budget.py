@@ -1,4 +1,4 @@
-"""What a run has spent, and how much noise or how many steps a budget allows.
+"""What a run has spent, and how much noise a budget allows.
 
 The privacy unit is one record (or a person with up to `records_per_unit` records), neighbouring datasets differ by
 adding or removing one unit, and sampling is Poisson. Other sampling, and any release without noise, has an infinite
@@ -151,15 +151,6 @@ def enforced_epsilon(
     return max(_upper(n, settings, delta, records=records_per_unit) for n in _enforced(accountant, records_per_unit))
 
 
-def quick_epsilon(events: Iterable[Event], delta: float) -> float:
-    """Upper bound of epsilon by RDP, computed in milliseconds, for logs.
-
-    >>> round(quick_epsilon([Event(0.01, (1.0,), steps=1000)], 1e-5), 4)
-    2.1014
-    """
-    return epsilon_of(events, delta, "rdp")
-
-
 def group_epsilon(events: Iterable[Event], delta: float, records_per_unit: int) -> float:
     """Epsilon of a person with up to `records_per_unit` records, each sampled independently.
 
@@ -248,52 +239,6 @@ def calibrate(
     while any(excess(name, plan(sigma)) > 0 for name in (first, *others)):
         sigma, up = round(sigma + up, 6), 2 * up
     return sigma
-
-
-def steps_within(
-    target_epsilon: float,
-    delta: float,
-    event: Event,
-    spent: Iterable[Event] = (),
-    accountant: str = "prv",
-    *,
-    at_most: int,
-    records_per_unit: int = 1,
-) -> int:
-    """Largest number of further charges of `event`, up to `at_most`, that the budget allows after `spent`.
-
-    Call it once per phase: the check before each step is then a comparison of two integers.
-
-    >>> steps_within(2.0, 1e-5, Event(0.01, (1.0,)), accountant="rdp", at_most=10_000)
-    881
-    """
-    _check(delta, accountant)
-    positive(target_epsilon=target_epsilon)
-    integer_at_least(0, at_most=at_most)
-    integer_at_least(1, records_per_unit=records_per_unit)
-    if target_epsilon == math.inf:
-        return at_most
-    spent = tuple(spent)
-
-    def excess(name: str, charges: int) -> float:
-        plan = (*spent, Event(event.sample_rate, event.releases, charges * event.steps, event.sampling))
-        return min(_upper(name, settings_of(plan), delta, records=records_per_unit) - target_epsilon, 1e6)
-
-    fit = at_most
-    for name in _enforced(accountant, records_per_unit):
-        if fit == 0 or excess(name, fit) <= 0:
-            continue
-        if excess(name, 0) > 0 or excess(name, 1) > 0:
-            return 0
-        if excess(name, 1) == 0:
-            fit = 1
-        else:
-            fit = int(_root(lambda n, name=name: excess(name, round(n)), 1, fit, xtol=0.5))
-        while excess(name, fit) > 0:
-            fit -= 1
-        while fit < at_most and excess(name, fit + 1) <= 0:
-            fit += 1
-    return fit
 
 
 def _enforced(accountant: str, records_per_unit: int = 1) -> tuple[str, ...]:

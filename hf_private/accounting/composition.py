@@ -1,29 +1,19 @@
-"""Epsilon of several releases on the same records: runs that are all published, and the best of many runs."""
+"""Epsilon of publishing the best of a random number of runs on the same records."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from hf_private._validate import one_of, positive, probability
 
 from .accountants import ORDERS, composed_rdp, rdp_to_epsilon
-from .budget import EpsilonReport, epsilon, settings_of
-from .events import Event, compact
+from .budget import settings_of
+from .events import Event
 
 # A law says how the number of runs was chosen. "fixed": in advance, and every run is charged. The others draw it at
 # random from a truncated negative binomial distribution with this shape, and only the best run is published.
 SHAPES = {"geometric": 1.0, "logarithmic": 0.0}
-
-
-def joint_epsilon(releases: Iterable[Sequence[Event]], delta: float) -> EpsilonReport:
-    """Epsilon of several releases on the same records: their events add up.
-
-    >>> run = [Event(0.01, (1.0,), steps=500)]
-    >>> joint_epsilon([run, run], 1e-5).epsilon == epsilon([Event(0.01, (1.0,), steps=1000)], 1e-5).epsilon
-    True
-    """
-    return epsilon(compact(event for events in releases for event in events), delta)
 
 
 def best_of_epsilon(events: Sequence[Event], delta: float, runs: float, law: str = "geometric") -> float:

@@ -23,7 +23,7 @@ from hf_private.distributed.ranks import Ranks
 from hf_private.gradients.bookkeeper import BookKeeper
 from hf_private.gradients.coverage import Entry, coverage
 from hf_private.gradients.method import Method
-from hf_private.gradients.selfcheck import tolerance
+from hf_private.gradients.undisturbed import tolerance
 from hf_private.mechanism.clipping import Clipping
 from hf_private.mechanism.noise import NoiseSource
 from hf_private.mechanism.step import Mechanism

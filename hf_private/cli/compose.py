@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from .arguments import UsageError, probability
 from .output import print_json, print_table
+from .statements import read_release
 
 if TYPE_CHECKING:
     from hf_private.accounting.budget import EpsilonReport
@@ -67,34 +68,29 @@ def run(args: argparse.Namespace) -> int:
 
 def compose(statements: dict[str, dict[str, Any]], delta: float | None = None) -> Together:
     """Epsilon and attack rates of all releases together; `delta` is the largest of theirs unless it is given."""
-    from hf_private.accounting.composition import joint_epsilon
+    from hf_private.accounting.budget import epsilon as price
     from hf_private.accounting.events import Event
     from hf_private.accounting.risk import risk
     from hf_private.spending.statement import round_up
 
-    releases = []
+    events = []
     for statement in statements.values():
-        events = [Event.from_dict(event) for event in statement["ledger"]["events"]]
-        releases.append(events * int(statement["tuning"]["runs"] or 1))
+        own = [Event.from_dict(event) for event in statement["ledger"]["events"]]
+        events += own * int(statement["tuning"]["runs"] or 1)
     delta = delta or max(statement["guarantee"]["delta"] for statement in statements.values())
     private = all(statement["private"] for statement in statements.values())
-    bounds = joint_epsilon(releases, delta)
+    bounds = price(events, delta)
     epsilon = round_up(bounds.epsilon) if private else math.inf
     finite = math.isfinite(epsilon)
-    return Together(epsilon, delta, bounds, risk(sum(releases, []), delta) if finite else None)
+    return Together(epsilon, delta, bounds, risk(events, delta) if finite else None)
 
 
 def read_releases(models: list[str]) -> dict[str, dict[str, Any]]:
     """The statements by model; refuses releases that cannot be composed, or that would be counted twice."""
-    from hf_private.publishing.verify import read
-
     statements: dict[str, dict[str, Any]] = {}
     ledgers: dict[str, str] = {}
     for model in models:
-        statement, problem = read(model)
-        if statement is None or problem is not None:
-            reason = f": {problem.message}" if problem else ""
-            raise UsageError(f"argument PATH_OR_REPO: must hold a valid privacy.json, got {model!r}{reason}")
+        statement = read_release(model)
         if model in statements:
             raise UsageError(f"argument PATH_OR_REPO: must name each release once, got {model!r} twice")
         head = statement["ledger"]["head"]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from .arguments import UsageError
 from .output import print_json
+from .statements import read_release
 
 if TYPE_CHECKING:
     from hf_private.publishing.report.content import Joint
@@ -45,12 +46,9 @@ def run(args: argparse.Namespace) -> int:
     from hf_private.publishing.report.markdown import to_markdown
     from hf_private.publishing.report.page import to_html
     from hf_private.publishing.report.registry import to_registry, to_yaml
-    from hf_private.publishing.verify import read, verify
+    from hf_private.publishing.verify import verify
 
-    statement, problem = read(args.model)
-    if statement is None or problem is not None:
-        reason = f": {problem.message}" if problem else ""
-        raise UsageError(f"argument PATH_OR_REPO: must hold a valid privacy.json, got {args.model!r}{reason}")
+    statement = read_release(args.model)
     joint = _joint(args.model, args.also) if args.also else None
     try:
         report = build_report(statement, verify(args.model), _name(args.model), date.today().isoformat(), joint)

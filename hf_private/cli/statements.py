@@ -1,4 +1,4 @@
-"""Statements (privacy.json) of saved models, for commands that read and rewrite them."""
+"""Statements (privacy.json) of saved and published models, for commands that read them."""
 
 from typing import Any
 
@@ -20,4 +20,15 @@ def read_statement(folder: str, argument: str) -> dict[str, Any]:
     violation = next(violations(statement, schema()), None)
     if violation is not None:
         raise UsageError(f"{must}: {violation}")
+    return statement
+
+
+def read_release(path_or_repo: str) -> dict[str, Any]:
+    """Read and validate the statement of a folder or of a repository on the Hub."""
+    from hf_private.publishing.verify import read
+
+    statement, problem = read(path_or_repo)
+    if statement is None or problem is not None:
+        reason = f": {problem.message}" if problem else ""
+        raise UsageError(f"argument PATH_OR_REPO: must hold a valid privacy.json, got {path_or_repo!r}{reason}")
     return statement

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .persample import Dense, Outer, PerSample, sq_norms, weighted_sum
+from .persample import Dense, Outer, PerSample, may_remove, sq_norms, weighted_sum
 
 
 class Clip(Protocol):
@@ -87,7 +87,7 @@ class Method:
         """
         factors = clipping.factors(self.scaled_sq_norms(sq_norms(entries)), self.blocks)
         distinct = {id(c): c for c in factors.values()}  # one for all blocks, except with per-layer clipping
-        removes = {key: not c.all() for key, c in distinct.items()}
+        removes = {key: may_remove(c) for key, c in distinct.items()}
         for block in list(entries):
             c = factors[block]
             scaled = c * self.scales[block] if block in self.scales else c

@@ -155,13 +155,19 @@ class PerSample(ABC):
         return Dense(self.dense() + other.dense())
 
 
+def may_remove(c: Tensor) -> bool:
+    """Whether a weight may be 0. Only a CPU looks: another device would keep the host waiting for longer than it takes
+    to mask."""
+    return c.device.type != "cpu" or not c.all()
+
+
 def weighted_sum(value: PerSample, c: Tensor, into: Tensor | None = None, removes: bool | None = None) -> Tensor:
     """`value.weighted_sum(c)`, where a weight of 0 removes the record for good: its rows may hold NaN or infinity.
 
-    `removes` says whether there is such a weight, if the caller has looked already.
+    `removes` is `may_remove(c)`, if the caller has asked already.
     """
     if removes is None:
-        removes = not c.all()
+        removes = may_remove(c)
     return (value.masked(c != 0) if removes else value).weighted_sum(c, into)
 
 
@@ -291,14 +297,18 @@ class Rows(PerSample):
         self.index, self.ds, self.shape = index, ds.detach(), shape
 
     def sq_norm(self, grams: Grams | None = None) -> Tensor:
-        # Positions of one record that name the same row add up before the square.
-        records = len(self.index)
-        key = self.index + torch.arange(records, device=self.index.device).unsqueeze(1) * self.shape[0]
-        unique, place = key.flatten().unique(return_inverse=True)
+        # Positions of one record that name the same row add up before the square. A record of T positions gets T
+        # rows, used or not: to count those that are used, the host would have to wait for the device.
+        records, positions = self.index.shape
+        ordered, order = self.index.sort(1)
+        place = torch.zeros_like(order)
+        place[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).cumsum(1)
+        place += torch.arange(records, device=place.device).unsqueeze(1) * positions
+        place = torch.empty_like(order).scatter_(1, order, place)
         ds = widen(self.ds).flatten(0, 1)
-        rows = ds.new_zeros(len(unique), ds.shape[1]).index_add_(0, place, ds)
-        total = ds.new_zeros(records, dtype=torch.float64)
-        return total.index_add_(0, unique // self.shape[0], rows.square().sum(1).double()).to(ds.dtype)
+        rows = torch.zeros_like(ds).index_add_(0, place.flatten(), ds)
+        sq_rows = vector_norm(rows, dim=1).double().square()
+        return sq_rows.view(records, positions).sum(1).to(ds.dtype)
 
     def weighted_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
         ds = widen(self.ds)

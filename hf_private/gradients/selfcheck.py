@@ -6,119 +6,30 @@ evaluation and in training mode. Compared are losses and gradients (their projec
 inputs, in float32 or better whatever the training precision. What is not exact is refused, never wrong.
 """
 
-import random
+import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from .bookkeeper import BookKeeper, trainable
+from .comparison import SAME_LOSS, Batch, Comparison, Loss, Run, SelfCheckError
 from .layers.tap import FREEZE, REMEDY
-from .persample import Dense, PerSample, sq_norms
-from .sketch import distances, sketch
-from .tensors import full_precision, unsharded
+from .persample import Dense, widen
+from .tensors import unsharded
+from .undisturbed import seed_all, tolerance, undisturbed, wide
 
-Batch = Mapping[str, Tensor]
-Loss = Callable[[nn.Module, Batch], Tensor]
+__all__ = ["Loss", "SelfCheckError", "self_check", "tolerance"]
+
 LENGTH = 11  # prime: no axis is a multiple of another by chance
-BATCH_SIZES = (1, 3, 7)
-COMPANY = 3  # records in a batch of training mode
+BATCH_SIZES = (1, 3, 5)
+COMPANY, SHORT = 3, 5  # records in a batch of training mode, and their length
 GRADIENT_SEEDS = 2
 LOSS_SEEDS = 8  # a coupling that happens in 3 of 10 forward passes is missed with probability 0.7^10 = 3 %
-
-SAME_LOSS = 1e-5  # relative difference of two losses that ought to be the same number
-SAME_GRADIENT = 1e-4  # distance of two gradients that ought to be the same, of the clip norm after clipping
-COARSE = 1000  # times as much in half precision, which is left under FSDP2 only
-
-
-class SelfCheckError(RuntimeError):
-    """The model's per-sample gradients are not exact, or its records are not independent."""
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    """Relative difference that rounding explains."""
-    return {torch.float64: 1e-7, torch.float32: 2e-3}.get(dtype, 0.1)
-
-
-@dataclass(frozen=True)
-class Run:
-    """What one backward pass of the engine gives: losses (N,), and by parameter squared norms (N,) and sketches."""
-
-    losses: Tensor
-    squares: dict[str, Tensor]
-    sketches: dict[str, Tensor]
-
-    @classmethod
-    def of(cls, losses: Tensor, entries: Mapping[str, PerSample]) -> "Run":
-        return cls(losses.detach(), sq_norms(entries), {name: sketch(value) for name, value in entries.items()})
-
-    @property
-    def norms(self) -> Tensor:
-        return torch.stack(list(self.squares.values())).sum(0).sqrt()
-
-    def rows(self, rows: slice) -> "Run":
-        squares, sketches = ({name: x[rows] for name, x in part.items()} for part in (self.squares, self.sketches))
-        return Run(self.losses[rows], squares, sketches)
-
-
-@dataclass(frozen=True)
-class _Check:
-    """The settings of one check."""
-
-    model: nn.Module
-    loss: Loss
-    dtype: torch.dtype  # that the model computes in
-    floor: float  # norm up to which clipping leaves gradients as they are, or scales them all alike (AUTO-S)
-
-    @property
-    def coarse(self) -> float:
-        return 1 if self.dtype in (torch.float32, torch.float64) else COARSE
-
-    def run(self, batch: Batch, seed: int = 0) -> Run:
-        _seed(seed)
-        with BookKeeper(self.model) as book:
-            losses = self.loss(self.model, batch)
-            book.backward(losses)
-            return Run.of(losses, book.entries())
-
-    def losses(self, batch: Batch, seed: int) -> Tensor:
-        _seed(seed)
-        with torch.no_grad():
-            return self.loss(self.model, batch)
-
-    def same(self, where: str, run: Run, other: Run) -> None:
-        """Demand that two runs give the same records the same losses and gradients."""
-        self.same_losses(where, run.losses, other.losses)
-        names = run.sketches.keys() | other.sketches.keys()
-        one, two = ({name: r.sketches.get(name, torch.zeros(1, 1)) for name in names} for r in (run, other))
-        difference = distances(one, two)
-        norms = torch.maximum(run.norms, other.norms).double()
-        if not bool((difference <= SAME_GRADIENT * self.coarse * (norms + self.floor)).all()):
-            worst = (difference / norms.clamp_min(1e-30)).max().item()
-            raise SelfCheckError(
-                f"Records are not independent: gradients change by {worst:.2g} of their norm when a record is taken"
-                f" {where}. Something in the model or the loss (a batch statistic, padding, routing) couples records."
-                " Remedy: `per_device_train_batch_size=1`, pad all records to one length, or another model."
-            )
-
-    def same_losses(self, where: str, losses: Tensor, others: Tensor) -> None:
-        """Demand the same losses. Where shapes are the same they round alike, so this is sharper than gradients."""
-        one, two = losses.double(), others.double()
-        difference = ((one - two).abs() / (one.abs() + two.abs()).clamp_min(1e-12)).max().item()
-        if not difference <= SAME_LOSS * self.coarse:
-            raise SelfCheckError(
-                f"Records are not independent: losses change by {difference:.2g} of themselves when a record is taken"
-                f" {where}. Something in the model or the loss (a mean over the batch, weights that are divided by"
-                " their sum, padding) couples records. Remedy: `per_device_train_batch_size=1`, or another loss."
-            )
 
 
 def self_check(
@@ -128,32 +39,37 @@ def self_check(
     records_meet: bool = True,
     clip_norm: float = 1.0,
     gamma: float = 0.01,
+    group_of: Callable[[str], str] = lambda name: "",
 ) -> str:
     """Compare the engine with plain autograd on made-up records, `make_batch(batch_size, length, generator=None)`.
 
-    `records_meet` is False if training will use micro-batches of one record only. A record's gradient may change by
-    1e-4 of its norm, or of `clip_norm` or AUTO-S's `gamma` where the norm is smaller: rounding of tiny gradients is no
-    coupling, as long as clipping does not scale it up. Returns one line for the log; raises `SelfCheckError` or
-    `UncoveredError` with the parameter's name and a remedy.
+    `records_meet` is False if training will use micro-batches of one record only. `group_of` says which parameters are
+    clipped together: all of them, or layers. Of each group, a record's gradient may change by 1e-5 of its norm and
+    1e-6 of the group's share of `clip_norm` or of AUTO-S's `gamma`, whichever is smaller, since clipping may scale
+    gradients up as far as that. Where more changes, the rounding is measured. Returns one line for the log; raises
+    `SelfCheckError` or `UncoveredError` with the parameter's name and a remedy.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
         sys.stderr.write("Checking per-sample gradients against autograd ...\n")
     start = time.perf_counter()
     sizes = BATCH_SIZES if records_meet else BATCH_SIZES[:1]
-    with _undisturbed(model), _wide(model) as dtype:
+    with undisturbed(model), wide(model) as dtype:
         _check_weights(model)
-        check = _Check(model, per_sample_loss, dtype, floor=min(clip_norm, gamma))
+        groups: dict[str, list[str]] = {}
+        for name in trainable(model):
+            groups.setdefault(group_of(name), []).append(name)
+        floor = min(clip_norm / math.sqrt(len(groups)), gamma)
+        check = Comparison(model, per_sample_loss, dtype, floor, groups)
         batch = make_batch(sizes[-1], LENGTH)
         _check_state(model, per_sample_loss, _rows(batch, [0]))
         model.eval()
         _check_deterministic(check, _rows(batch, [0]))
         whole = _check_against_autograd(check, batch)
-        for n in range(sizes[-1]):
+        for n in _telling(batch):
             _check_alone(check, _rows(batch, [n]), whole.rows(slice(n, n + 1)))
         for size in sizes[1:-1]:
             some = check.run(_rows(batch, list(range(size))))
             check.same(f"in a batch of {size}", whole.rows(slice(size)), some)
-        _check_norms(check, _rows(batch, [0]), whole)
         if records_meet:
             others = make_batch(sizes[-1], LENGTH, torch.Generator().manual_seed(1))
             mixed = _exchanged(batch, others)
@@ -161,71 +77,14 @@ def self_check(
                 "beside another first record", whole.rows(slice(1, None)), check.run(mixed).rows(slice(1, None))
             )
             model.train()  # some models let records meet in training only; equal seeds drop out the same
-            _check_training(check, *(_rows(one, list(range(COMPANY))) for one in (batch, mixed)))
+            batch = make_batch(COMPANY, SHORT)
+            _check_training(
+                check, batch, _exchanged(batch, make_batch(COMPANY, SHORT, torch.Generator().manual_seed(1)))
+            )
     seconds = time.perf_counter() - start
     return (
         f"Self-check passed in {seconds:.1f} s: {len(trainable(model))} parameters exact for batches of {list(sizes)}."
     )
-
-
-# -- what is left as it was
-
-
-@contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Put modes, buffers and random state back, whatever happens."""
-    modes = {module: module.training for module in model.modules()}
-    buffers = {module: dict(module._buffers) for module in model.modules()}
-    values = {id(x): x.clone() for owned in buffers.values() for x in owned.values() if x is not None}
-    generators = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            yield
-    finally:
-        random.setstate(generators[0])
-        np.random.set_state(generators[1])
-        for module, mode in modes.items():
-            module.training = mode
-        with torch.no_grad():
-            for module, owned in buffers.items():
-                module._buffers.clear()
-                module._buffers.update(owned)
-                for x in owned.values():
-                    if x is not None:
-                        x.copy_(values[id(x)])
-
-
-@contextmanager
-def _wide(model: nn.Module) -> Iterator[torch.dtype]:
-    """Let the model compute in float32 or better, without autocast; yields the coarsest type that is left.
-
-    Half precision would hide a coupling in its rounding. FSDP2 casts weights itself, which stays as it is.
-    """
-    weights = [x for x in (*model.parameters(), *model.buffers()) if not isinstance(x, DTensor)]
-    half = [(x, x.data) for x in weights if x.dtype in (torch.bfloat16, torch.float16)]
-    wrapped = model.__dict__.get("forward")
-    some = next(iter(model.parameters()), torch.zeros(()))
-    with ExitStack() as undo:
-        if "_original_forward" in model.__dict__:  # Accelerate's autocast around the model
-            undo.callback(model.__dict__.__setitem__, "forward", wrapped)
-            model.__dict__["forward"] = model.__dict__["_original_forward"]
-        for x, data in half:
-            undo.callback(setattr, x, "data", data)
-            x.data = data.float()
-        undo.enter_context(full_precision(some.device))
-        convolutions = torch.backends.cudnn.conv  # pyrefly: ignore[missing-attribute]  (torch sets it at run time)
-        undo.callback(setattr, convolutions, "fp32_precision", convolutions.fp32_precision)
-        convolutions.fp32_precision = "ieee"
-        yield _computes_in(model)
-
-
-def _computes_in(model: nn.Module) -> torch.dtype:
-    """The coarsest type among trainable weights, and of FSDP2's mixed precision."""
-    dtypes = {p.dtype for p in trainable(model).values()}
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            dtypes.add(module._get_fsdp_state()._mp_policy.param_dtype or torch.float64)
-    return max(dtypes, key=tolerance, default=torch.float32)
 
 
 # -- checks, in their order
@@ -278,7 +137,7 @@ def _writes(model: nn.Module) -> dict[str, int]:
     return {name: p._version for name, p in model.named_parameters() if not isinstance(p, DTensor)}
 
 
-def _check_deterministic(check: _Check, batch: Batch) -> None:
+def _check_deterministic(check: Comparison, batch: Batch) -> None:
     one, two = (check.losses(batch, seed) for seed in (0, 1))
     if not torch.isfinite(one).all():
         raise SelfCheckError(
@@ -293,14 +152,18 @@ def _check_deterministic(check: _Check, batch: Batch) -> None:
         )
 
 
-def _check_against_autograd(check: _Check, batch: Batch) -> Run:
-    """Compare the engine's weighted sum over all records with autograd's gradient.
+def _check_against_autograd(check: Comparison, batch: Batch) -> Run:
+    """Compare the engine's weighted sum over all records with autograd's gradient, and a norm with the sum.
 
-    Every record has a weight of its own: the plain sum would not change if gradients went to the wrong records.
+    Every record has a weight of its own: the plain sum would not change if gradients went to the wrong records. The
+    norm that clipping uses is computed in another way than the sum, so it is compared with the sum of one record.
     """
     model, loss = check.model, check.loss
     wanted = _plain(model, loss, batch)
-    distance, length = {}, {}
+    distance: dict[str, Tensor] = {}
+    length: dict[str, Tensor] = {}
+    norms: dict[str, Tensor] = {}
+    astray: dict[str, Tensor] = {}
     with BookKeeper(model) as book:
         losses = loss(model, batch)
         book.backward(losses)
@@ -310,37 +173,31 @@ def _check_against_autograd(check: _Check, batch: Batch) -> Run:
                 f"{_list(unreached)} took no part in the loss, so it would be trained on noise alone."
                 f" Remedy: {FREEZE}."
             )
-        weights = _weights(losses)
+        weights, run = _weights(losses), Run.of(losses, entries, batch)
+        first = (torch.arange(len(losses), device=losses.device) == 0).to(losses.dtype)
         for name, expected in wanted.items():  # one at a time, as a sharded model's gradients may not fit together
             assert expected is not None
-            g = unsharded(expected)
-            distance[name] = (entries[name].weighted_sum(weights) - g).float().norm()
-            length[name] = g.float().norm()
-        run = Run.of(losses, entries)
+            g = widen(unsharded(expected))
+            length[name] = g.norm()
+            distance[name] = entries[name].weighted_sum(weights, into=g.neg_().contiguous()).norm()
+            # A norm that underflows is in no sum.
+            norms[name] = Dense(entries[name].weighted_sum(first).unsqueeze(0)).sq_norm().sqrt()[0]
+            astray[name] = (run.squares[name][0].sqrt() - norms[name]).abs()
     _refuse_wrong("the sum of per-sample gradients is not autograd's gradient", distance, length, check)
+    _refuse_wrong("the norm of a record's gradient is not that of its part of the sum", astray, norms, check)
     return run
 
 
-def _check_norms(check: _Check, record: Batch, inside: Run) -> None:
-    """Compare the norms of one record's gradient, parameter by parameter, with those of autograd's gradient.
-
-    A norm that underflows is in no sum.
-    """
-    distance, length = {}, {}
-    for name, expected in _plain(check.model, check.loss, record).items():
-        if expected is not None:
-            length[name] = Dense(unsharded(expected).unsqueeze(0)).sq_norm().sqrt()[0]
-            distance[name] = (inside.squares[name][0].sqrt() - length[name]).abs()
-    _refuse_wrong("the norm of a record's gradient is not autograd's", distance, length, check)
-
-
-def _refuse_wrong(what: str, distance: dict[str, Tensor], length: dict[str, Tensor], check: _Check) -> None:
-    scale = torch.stack(list(length.values())).norm()
-    wrong = [
-        name
-        for name in distance
-        if not distance[name] <= tolerance(check.dtype) * (length[name] + 1e-3 * (scale + check.floor))
-    ]
+def _refuse_wrong(what: str, distance: dict[str, Tensor], length: dict[str, Tensor], check: Comparison) -> None:
+    wrong = []
+    for names in check.groups.values():
+        names = [name for name in names if name in distance]
+        scale = torch.stack([length[name] for name in names]).norm() if names else 0.0
+        wrong += [
+            name
+            for name in names
+            if not distance[name] <= tolerance(check.dtype) * (length[name] + 1e-3 * (scale + check.floor))
+        ]
     if wrong:
         raise SelfCheckError(f"{_list(wrong)}: {what}. Remedy: {REMEDY}.")
 
@@ -355,7 +212,7 @@ def _plain(model: nn.Module, loss: Loss, batch: Batch) -> dict[str, Tensor | Non
     try:
         for p in parameters.values():
             p.grad = None
-        _seed(0)
+        seed_all(0)
         losses = loss(model, batch)
         (losses * _weights(losses)).sum().backward()  # not autograd.grad, which cannot reach FSDP2's shards
         return {name: p.grad for name, p in parameters.items()}
@@ -369,7 +226,14 @@ def _weights(like: Tensor) -> Tensor:
     return torch.arange(1, len(like) + 1, dtype=like.dtype, device=like.device) / len(like)
 
 
-def _check_alone(check: _Check, record: Batch, inside: Run) -> None:
+def _telling(batch: Batch) -> list[int]:
+    """Which records are compared with themselves alone: the longest, one that is padded, the shortest and the last."""
+    records, mask = len(next(iter(batch.values()))), batch.get("attention_mask")
+    shortest = 2 if mask is None else int((mask != 0).flatten(1).sum(1).argmin())
+    return sorted({n for n in (0, 1, shortest, records - 1) if n < records})
+
+
+def _check_alone(check: Comparison, record: Batch, inside: Run) -> None:
     """A record alone and without its padding, against the same in a batch; if they differ, say which of both it is."""
     try:
         check.same("without padding", inside, check.run(_trim(record)))
@@ -380,14 +244,13 @@ def _check_alone(check: _Check, record: Batch, inside: Run) -> None:
 
 def _exchanged(batch: Batch, other: Batch) -> dict[str, Tensor]:
     """The batch with another first record, one that differs in as much as possible, its label included."""
-    differ = [
-        sum(not torch.equal(other[key][n], rows[0]) for key, rows in batch.items()) for n in range(BATCH_SIZES[-1])
-    ]
+    records = len(next(iter(batch.values())))
+    differ = [sum(not torch.equal(other[key][n], rows[0]) for key, rows in batch.items()) for n in range(records)]
     n = differ.index(max(differ))
     return {key: torch.cat([other[key][n : n + 1], rows[1:]]) for key, rows in batch.items()}
 
 
-def _check_training(check: _Check, batch: Batch, mixed: Batch) -> None:
+def _check_training(check: Comparison, batch: Batch, mixed: Batch) -> None:
     """Records beside another first record in training mode: gradients for some seeds, losses for more."""
     where, others = "beside another first record in training mode", slice(1, None)
     for seed in range(GRADIENT_SEEDS):
@@ -397,13 +260,8 @@ def _check_training(check: _Check, batch: Batch, mixed: Batch) -> None:
         check.same_losses(where, one, two)
 
 
-def _seed(seed: int) -> None:
-    for generator in (random.seed, np.random.seed, torch.manual_seed):
-        generator(seed)
-
-
 def _rows(batch: Batch, rows: list[int]) -> dict[str, Tensor]:
-    return {key: value[rows] for key, value in batch.items()}
+    return {key: value.index_select(0, torch.tensor(rows, device=value.device)) for key, value in batch.items()}
 
 
 def _trim(batch: Batch) -> dict[str, Tensor]:

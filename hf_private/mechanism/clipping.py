@@ -6,7 +6,7 @@ A record whose norm is not finite gets the factor 0.
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -82,6 +82,11 @@ class Clipping:
             raise ValueError(f"`clip_norm` must be finite with clipping={self.mode!r}, got inf. Use clipping='flat'.")
 
     @property
+    def group_of(self) -> Callable[[str], str]:
+        """fn(block) -> the group of blocks that it is clipped with; "" for all together."""
+        return GROUPING.get(MODES[self.mode][1], lambda block: "")
+
+    @property
     def rule(self) -> str:
         """How a factor follows from a norm: "clip", "normalise" or "drop"."""
         return MODES[self.mode][0]
@@ -94,11 +99,10 @@ class Clipping:
         """
         total = torch.stack([*sq_norms.values()]).sum(0)
         finite = torch.isfinite(total)
-        together = MODES[self.mode][1]
-        if together == "all":
+        if MODES[self.mode][1] == "all":
             factor = self._factor(total, self.clip_norm).where(finite, 0)
             return dict.fromkeys(sq_norms, factor)
-        group_of = GROUPING[together]
+        group_of = self.group_of
         groups = {group_of(block) for block in (blocks or sq_norms)}
         by_group: dict[str, Tensor] = {}
         for block, sq_norm in sq_norms.items():

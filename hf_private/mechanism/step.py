@@ -128,6 +128,8 @@ class Mechanism:
                 entries = self.shards.scattered(entries, self.method.blocks, len(losses))
                 if entries:
                     self.method.add_clipped_sums(entries, self.clipping, sums)
+        if self.nonprivate is not None:  # read once: the host waits for the device
+            self.nonprivate = {name: float(total) for name, total in self.nonprivate.items()}
         some = next(iter(self.parameters.values()))
         for block, shape in self.method.blocks.items():
             if block not in sums:
@@ -137,8 +139,8 @@ class Mechanism:
         return {block: sums[block] for block in self.method.blocks}  # the same order on every rank
 
 
-def _note_nonprivate(totals: dict[str, float], losses: Tensor, entries: Mapping[str, PerSample]) -> None:
+def _note_nonprivate(totals: dict[str, Any], losses: Tensor, entries: Mapping[str, PerSample]) -> None:
     finite = torch.isfinite(losses) & torch.isfinite(torch.stack([*sq_norms(entries).values()]).sum(0))
-    totals["loss_sum"] += losses.where(finite, 0).sum().item()
+    totals["loss_sum"] += losses.where(finite, 0).sum()
     totals["batch_size"] += len(losses)
-    totals["nonfinite_records"] += int((~finite).sum())
+    totals["nonfinite_records"] += (~finite).sum()

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from huggingface_hub import ModelCard
 
+from hf_private._files import write_atomically
 from hf_private.spending.statement import STATEMENT, build_statement, read_statement, to_text
 
 from .curve import CURVE_FILE
@@ -55,13 +56,13 @@ def write_files(folder: str | Path, statement: dict[str, Any]) -> None:
     card = folder / CARD
     statement = in_own_words(statement)
     text = render_card(statement, card.read_text(encoding="utf-8") if card.is_file() else None)
-    _write(folder / STATEMENT, to_text(statement))
+    write_atomically(folder / STATEMENT, to_text(statement))
     svg = render_curve(statement)
     if svg is None:
         (folder / CURVE_FILE).unlink(missing_ok=True)
     else:
-        _write(folder / CURVE_FILE, svg)
-    _write(card, text)
+        write_atomically(folder / CURVE_FILE, svg)
+    write_atomically(card, text)
 
 
 def weight_hashes(folder: str | Path) -> dict[str, str]:
@@ -193,10 +194,3 @@ def _public(facts: dict[str, Any]) -> dict[str, Any]:
 
 def _printable(name: str | None) -> str | None:
     return (UNPRINTABLE.sub("_", name)[:200] or None) if name else None
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace a file at once: whoever reads it sees the old text or all of the new one."""
-    part = path.with_name(f"_{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)

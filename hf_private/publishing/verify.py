@@ -119,7 +119,7 @@ def check_ledger(statement: dict[str, Any], snapshot: Snapshot) -> Found:
     events = [Event.from_dict(event) for event in claimed["events"]]
     if sorted(events, key=repr) != sorted(then.events, key=repr):
         yield WRONG, "`ledger.events` are not the steps in the ledger"
-    if [_facts(run) for run in statement["runs"]] != [_facts(run) for run in then.records if run["kind"] == "run"]:
+    if [_facts(run) for run in statement["runs"]] != [_facts(run) for run in then.lines if run["kind"] == "run"]:
         yield WRONG, "`runs` are not the runs in the ledger"
     more = ledger.length - claimed["length"]
     if more > 0:

@@ -272,7 +272,7 @@ class PrivacyLedger:
         if other.unfinished:
             self._append("torn")
 
-    # Names that other packages still use.
+    # The names of version 0.1.0.
     records = lines
     record = add_line
 

@@ -17,9 +17,9 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from hf_private._validate import integer_at_least
 from hf_private.accounting.budget import delta_curve, epsilon, group_epsilon
-from hf_private.accounting.composition import best_of_epsilon, joint_epsilon
+from hf_private.accounting.composition import best_of_epsilon
 from hf_private.accounting.events import Event
-from hf_private.accounting.risk import risk
+from hf_private.accounting.risk import Risk, risk
 from hf_private.methods.registry import describe_method
 
 from .units import group_size
@@ -121,7 +121,7 @@ def build_statement(facts: dict[str, Any], weights: dict[str, str]) -> dict[str,
                 for name, (low, middle, up) in sorted(report.bounds.items())
             },
             "curve": _curve(events, report.epsilon),
-            "risk": None if reasons else _risk(events, delta, group, facts["tuning"]),
+            "risk": None if reasons else statement_risk(facts).to_dict(),
         },
         "privacy_unit": _privacy_unit(settings, dataset),
         "adjacency": "add-or-remove-one",
@@ -177,10 +177,13 @@ def build_statement(facts: dict[str, Any], weights: dict[str, str]) -> dict[str,
     return plain(statement)
 
 
-def _risk(events: list[Event], delta: float, group: int, tuning: dict[str, Any]) -> dict[str, Any]:
-    """Upper bounds on what an attacker can learn, of all runs that are charged."""
+def statement_risk(facts: dict[str, Any]) -> Risk:
+    """Upper bounds on what an attacker can learn about one unit, from all runs that are charged."""
+    events = [Event.from_dict(event) for event in facts["ledger"]["events"]]
+    settings, tuning = facts["settings"], facts["tuning"]
     runs, law = tuning["runs"] or 1, tuning["law"] or "fixed"
-    return risk(events, delta, group, runs=runs, law=law if runs > 1 else "fixed").to_dict()
+    law = law if runs > 1 else "fixed"
+    return risk(events, settings["target_delta"], group_size(settings), runs=runs, law=law)
 
 
 def rebuild(statement: dict[str, Any]) -> dict[str, Any]:
@@ -318,7 +321,7 @@ def _spent(events: list[Event], delta: float, unit: int, one: float, tuning: dic
         return one if unit == 1 else group_epsilon(events, delta, unit)
     if law == "fixed":
         events = [replace(event, steps=runs * event.steps) for event in events]
-        return joint_epsilon([events], delta).epsilon if unit == 1 else group_epsilon(events, delta, unit)
+        return epsilon(events, delta).epsilon if unit == 1 else group_epsilon(events, delta, unit)
     return best_of_epsilon(events, delta, runs, law) if unit == 1 else math.inf
 
 

@@ -142,15 +142,14 @@ def refuse_batch(base: nn.Module, head: Head | None, inputs: dict[str, Any], lab
 
 
 def empty_rows(inputs: Mapping[str, Any]) -> Tensor | None:
-    """Which records (B,) have a mask without any 1; None if there are none.
+    """Which records (B,) have a mask without any 1; None if the batch has no masks.
 
     Such a record attends to all of its padding (eager attention) or to nothing (NaN), so it depends on the longest
     record of its batch. Its loss is 0.
     """
     masks = [inputs[name] for name in MASKS if isinstance(inputs.get(name), Tensor)]
     empty = [(mask == 0).all(-1).reshape(len(mask), -1).any(1) for mask in masks if mask.ndim > 1]
-    found = torch.stack(empty).any(0) if empty else None
-    return found if found is not None and bool(found.any()) else None
+    return torch.stack(empty).any(0) if empty else None
 
 
 def with_one_token(inputs: Mapping[str, Any]) -> dict[str, Any]:

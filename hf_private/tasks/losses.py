@@ -135,6 +135,10 @@ def _batch_limits(base: Any, head: Head | None) -> dict[str, Limit]:
     return {name: limit._replace(aligned=False) for name, limit in limits_of(base, head).items()}
 
 
+class CheckedBatch(dict):
+    """A batch that `PerSampleLoss.checked` has let pass. It stays one when it is moved to another device."""
+
+
 class PerSampleLoss:
     """The loss of every record of a batch, for the head of a model.
 
@@ -186,12 +190,8 @@ class PerSampleLoss:
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         """Run the model on the batch without its labels -> (B,) losses. The batch is not changed."""
-        labels = {name: batch[name] for name in self.label_names if batch.get(name) is not None}
-        inputs = {name: value for name, value in batch.items() if name not in self.label_names}
-        if not labels:
-            raise ValueError(f"`batch` must hold labels ({', '.join(self.label_names)}), got only {sorted(batch)}.")
+        inputs, labels = self._divided(self.checked(model, batch))
         base = base_model(model)
-        refuse_batch(base, self.head, inputs, labels)
         empty = empty_rows(inputs)
         if empty is not None:
             inputs = with_one_token(inputs)
@@ -203,6 +203,25 @@ class PerSampleLoss:
                 raise ValueError(f"`{name}` {text}, in a batch of training records.") from None
             raise
         return losses if empty is None else losses.where(~empty, 0)
+
+    def checked(self, model: nn.Module, batch: Mapping[str, Any]) -> CheckedBatch:
+        """Refuse a batch whose records depend on each other, or return it.
+
+        Call it while the batch is in the memory of the host: on another device, the host would have to wait for each
+        answer. A `CheckedBatch` is not checked again.
+        """
+        if isinstance(batch, CheckedBatch):
+            return batch
+        inputs, labels = self._divided(batch)
+        refuse_batch(base_model(model), self.head, inputs, labels)
+        return CheckedBatch(batch)
+
+    def _divided(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Inputs and labels."""
+        labels = {name: batch[name] for name in self.label_names if batch.get(name) is not None}
+        if not labels:
+            raise ValueError(f"`batch` must hold labels ({', '.join(self.label_names)}), got only {sorted(batch)}.")
+        return {name: value for name, value in batch.items() if name not in self.label_names}, labels
 
     def _forward(self, model: nn.Module, base: Any, inputs: dict[str, Any], labels: dict[str, Tensor]) -> Tensor:
         """The losses (B,), checked for their shape."""

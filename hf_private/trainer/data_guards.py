@@ -18,7 +18,7 @@ from .fingerprints import TrainingRecords
 from .guards import check_content, check_evaluation
 
 if TYPE_CHECKING:
-    from .trainer import PrivateMixin
+    from .loading import LoadingMixin
 
 
 def main_input(model: nn.Module) -> str:
@@ -26,7 +26,7 @@ def main_input(model: nn.Module) -> str:
     return getattr(base_model(model), "main_input_name", "input_ids")
 
 
-def check_data(trainer: "PrivateMixin", dataset: Any, logical: LogicalCollator, all_records: bool) -> None:
+def check_data(trainer: "LoadingMixin", dataset: Any, logical: LogicalCollator, all_records: bool) -> None:
     """Check the collator and, in `train()`, all records; nothing has been charged yet."""
     assert trainer.model is not None
     if all_records and trainer.dp_config.check_dataset:
@@ -39,7 +39,7 @@ def check_data(trainer: "PrivateMixin", dataset: Any, logical: LogicalCollator, 
 
 
 def public_batch(
-    trainer: "PrivateMixin", batch_size: int, length: int, generator: torch.Generator | None
+    trainer: "LoadingMixin", batch_size: int, length: int, generator: torch.Generator | None
 ) -> dict[str, Tensor]:
     """A made-up batch: for the model's head, or with the dataset's schema if `per_sample_loss` replaces the head's."""
     model = trainer.accelerator.unwrap_model(trainer.model)
@@ -66,7 +66,7 @@ def public_batch(
 class EvaluationGuard:
     """Keeps training records out of evaluations: their metrics would be logged without noise."""
 
-    def __init__(self, trainer: "PrivateMixin") -> None:
+    def __init__(self, trainer: "LoadingMixin") -> None:
         self.trainer = trainer
         self._known: TrainingRecords | None = None  # hashed at the first evaluation
 

@@ -9,7 +9,7 @@ from hf_private import __version__
 from hf_private.tasks.heads import base_model
 
 if TYPE_CHECKING:
-    from .trainer import PrivateMixin
+    from .private import PrivateMixin
 
 LIBRARIES = ("torch", "transformers", "accelerate", "peft", "datasets", "dp-accounting", "prv-accountant")
 

@@ -67,7 +67,7 @@ class Provenance:
     @property
     def model(self) -> nn.Module:
         """The trainer's model, without the wrappers of Accelerate."""
-        return self.trainer.accelerator.unwrap_model(self.trainer.model)
+        return self.trainer.bare_model
 
     # ---- one run
 

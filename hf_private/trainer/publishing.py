@@ -9,11 +9,11 @@ import copy
 import shutil
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import CommitInfo
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 from transformers.utils import PushInProgress, logging
 
 from hf_private import _validate as validate
@@ -26,11 +26,8 @@ from hf_private.spending.ledger import LedgerError
 from hf_private.spending.spending import LEDGER, Spending
 from hf_private.spending.statement import POST_PROCESSING, STATEMENT, read_statement
 
+from .base import TrainerBase
 from .provenance import Provenance
-
-# A mixin stands before a Trainer class among the bases, and what it calls with super() is that class's. Only a type
-# checker needs to see Trainer here.
-TrainerBase = Trainer if TYPE_CHECKING else object
 
 logger = logging.get_logger(__name__)
 
@@ -65,9 +62,6 @@ class PublishingMixin(TrainerBase):
         ranks: The processes that train together.
         **arguments: Those of the Trainer class.
     """
-
-    # pyrefly: ignore[bad-override-mutable-attribute]  Trainer's annotation allows None, as it is before __init__
-    model: nn.Module
 
     def __init__(
         self, *, dp_config: DPConfig, continues: str | Path | None, spending: Spending, ranks: Ranks, **arguments: Any

@@ -17,7 +17,7 @@ from transformers.utils import logging
 from hf_private.tasks.made_up import UnknownSchemaError, ranges_of, sample, schema_of
 
 if TYPE_CHECKING:
-    from .trainer import PrivateMixin
+    from .private import PrivateMixin
 
 logger = logging.get_logger(__name__)
 
@@ -73,7 +73,7 @@ def rehearse(trainer: "PrivateMixin", steps: int = 2) -> None:
 
 def _twin(trainer: "PrivateMixin", folder: str, steps: int) -> "PrivateMixin":
     """A trainer of the same class and settings on made-up records, in another folder."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
+    model = trainer.bare_model
     args = copy.copy(trainer.args)
     changes = {"output_dir": folder, "max_steps": steps, "save_strategy": "steps", "save_steps": steps}
     changes |= {"push_to_hub": False, "report_to": [], "load_best_model_at_end": False, "disable_tqdm": True}

@@ -2,7 +2,7 @@
 
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
-from .trainer import PrivateMixin
+from .private import PrivateMixin
 
 
 class DPSeq2SeqTrainer(PrivateMixin, Seq2SeqTrainer):

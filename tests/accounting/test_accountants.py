@@ -10,7 +10,7 @@ from scipy.integrate import quad
 
 from hf_private.accounting import accountants, prv
 from hf_private.accounting.accountants import ORDERS, bounds_by, rdp_curve
-from hf_private.accounting.budget import delta_curve, epsilon, epsilon_of, group_epsilon, quick_epsilon
+from hf_private.accounting.budget import delta_curve, epsilon, epsilon_of, group_epsilon
 from hf_private.accounting.events import Event
 from tests.support.golden import COARSE, GOLDEN, Q, golden, one
 
@@ -35,7 +35,7 @@ def test_pld(name: str) -> None:
 
 @golden
 def test_rdp(name: str) -> None:
-    assert quick_epsilon(*one(name)) == pytest.approx(GOLDEN[name][6], abs=1e-6)
+    assert epsilon_of(*one(name), "rdp") == pytest.approx(GOLDEN[name][6], abs=1e-6)
 
 
 def test_gaussian_has_a_closed_form() -> None:
@@ -142,7 +142,7 @@ def test_group_of_one_is_the_published_epsilon() -> None:
 
 def test_group_falls_back_to_a_valid_bound() -> None:
     events = [Event(0.03, (1e-3,), 10)]
-    assert quick_epsilon(events, 1e-5) < group_epsilon(events, 1e-5, 3) < math.inf
+    assert epsilon_of(events, 1e-5, "rdp") < group_epsilon(events, 1e-5, 3) < math.inf
     worst = accountants.all_at_once(((Q, 1.253827, 680),), 2)
     assert accountants.rdp_epsilon(worst, 1e-5) > 7.371
 

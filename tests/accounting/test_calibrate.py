@@ -1,19 +1,15 @@
-"""Noise for a budget, and steps within one."""
+"""Noise for a budget."""
 
-import math
-
-import numpy as np
 import pytest
 
 from hf_private.accounting.accountants import ACCOUNTANTS, bounds_by
 from hf_private.accounting.budget import (
     BudgetExceeded,
     calibrate,
+    enforced_epsilon,
     epsilon,
     epsilon_of,
     group_epsilon,
-    quick_epsilon,
-    steps_within,
 )
 from hf_private.accounting.events import Event
 from tests.support.golden import GOLDEN, Q, one
@@ -34,8 +30,8 @@ def test_calibrate_rdp(target: float, expected: float) -> None:
     """The golden sigmas are from a looser RDP: no larger than they are, and equal where the best order is whole."""
     sigma = calibrate(target, 1e-5, Q, 680, "rdp")
     assert expected - 2e-4 < sigma <= expected + 2e-6
-    assert quick_epsilon([Event(Q, (sigma,), 680)], 1e-5) <= target
-    assert quick_epsilon([Event(Q, (sigma - 2e-6,), 680)], 1e-5) > target
+    assert epsilon_of([Event(Q, (sigma,), 680)], 1e-5, "rdp") <= target
+    assert epsilon_of([Event(Q, (sigma - 2e-6,), 680)], 1e-5, "rdp") > target
 
 
 def test_calibrate_pld() -> None:
@@ -47,7 +43,7 @@ def test_calibrate_with_part_of_the_budget_spent() -> None:
     more = calibrate(3.3, 1e-5, Q, 340, "rdp", [*spent, Event(1.0, (20.0,), 3)])
     less = calibrate(3.3, 1e-5, Q, 340, "rdp", spent)
     assert more > less > calibrate(3.3, 1e-5, Q, 340, "rdp")
-    assert quick_epsilon([*spent, Event(1.0, (20.0,), 3), Event(Q, (more,), 340)], 1e-5) <= 3.3
+    assert epsilon_of([*spent, Event(1.0, (20.0,), 3), Event(Q, (more,), 340)], 1e-5, "rdp") <= 3.3
     sigma = calibrate(1.2, 1e-5, 0.05, 40, spent=[Event(0.05, (2.5,), 60)])
     assert epsilon([Event(0.05, (2.5,), 60), Event(0.05, (sigma,), 40)], 1e-5).epsilon <= 1.2
     assert epsilon_of([Event(0.05, (2.5,), 60), Event(0.05, (sigma - 1e-5,), 40)], 1e-5) > 1.2
@@ -70,7 +66,7 @@ def test_calibrate_for_a_person_with_several_records() -> None:
 def test_calibrate_at_extreme_targets() -> None:
     for target in (2e-3, 1e4):
         sigma = calibrate(target, 1e-5, Q, 100, "rdp")
-        assert quick_epsilon([Event(Q, (sigma,), 100)], 1e-5) <= target
+        assert epsilon_of([Event(Q, (sigma,), 100)], 1e-5, "rdp") <= target
 
 
 def test_second_opinion_is_enforced_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,40 +76,10 @@ def test_second_opinion_is_enforced_too(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(ACCOUNTANTS, "pld", lambda *args: tuple(1.1 * bound for bound in rdp(*args)))
     bounds_by.cache_clear()
     events = [Event(0.0123, (1.5,), 200)]
-    rdp_value = quick_epsilon(events, 1e-5)
+    rdp_value = epsilon_of(events, 1e-5, "rdp")
     assert epsilon(events, 1e-5).epsilon == pytest.approx(1.1 * rdp_value)
     sigma = calibrate(1.0, 1e-5, 0.0123, 200)
     assert epsilon([Event(0.0123, (sigma,), 200)], 1e-5).epsilon <= 1.0
-    assert 1.1 * quick_epsilon([Event(0.0123, (sigma - 1e-5,), 200)], 1e-5) > 1.0
-    fit = steps_within(1.0, 1e-5, Event(0.0123, (1.5,)), at_most=5000)
-    assert 1.1 * quick_epsilon([Event(0.0123, (1.5,), fit)], 1e-5) <= 1.0
-    assert 1.1 * quick_epsilon([Event(0.0123, (1.5,), fit + 1)], 1e-5) > 1.0
+    assert 1.1 * epsilon_of([Event(0.0123, (sigma - 1e-5,), 200)], 1e-5, "rdp") > 1.0
+    assert enforced_epsilon(events, 1e-5) == pytest.approx(1.1 * rdp_value)
     bounds_by.cache_clear()
-
-
-@pytest.mark.parametrize("accountant", ACCOUNTANTS)
-def test_steps_within(accountant: str) -> None:
-    event, spent = Event(0.05, (2.0,)), (Event(0.05, (2.0,), 30), Event(1.0, (40.0,)))
-
-    def after(n: int) -> float:
-        return epsilon([*spent, Event(0.05, (2.0,), n)], 1e-5, accountant).epsilon
-
-    fit = steps_within(0.8, 1e-5, event, spent, accountant, at_most=400)
-    assert 0 < fit < 400 and after(fit) <= 0.8 < after(fit + 1)
-    assert steps_within(0.8, 1e-5, event, spent, accountant, at_most=fit) == fit
-    assert steps_within(0.8, 1e-5, event, spent, accountant, at_most=fit - 1) == fit - 1
-    assert steps_within(0.05, 1e-5, event, spent, accountant, at_most=400) == 0
-
-
-def test_steps_within_at_the_edges() -> None:
-    event = Event(0.05, (2.0,))
-    assert steps_within(1.0, 1e-5, Event(0.05, (0.0,)), accountant="rdp", at_most=9) == 0
-    assert steps_within(math.inf, 1e-5, Event(0.05, (0.0,)), accountant="rdp", at_most=9) == 9
-    assert steps_within(1.0, 1e-5, event, [Event(0.1, (1.0,), sampling="?")], "rdp", at_most=9) == 0
-    assert steps_within(1.0, 1e-5, event, accountant="rdp", at_most=0) == 0
-    pairs = steps_within(1.0, 1e-5, Event(0.05, (2.0,), steps=2), accountant="rdp", at_most=10_000)
-    assert pairs == steps_within(1.0, 1e-5, event, accountant="rdp", at_most=10_000) // 2
-    for target in np.linspace(0.3, 2.0, 12):
-        fit = steps_within(float(target), 1e-5, event, accountant="rdp", at_most=10_000)
-        cost = [quick_epsilon([Event(0.05, (2.0,), n)], 1e-5) for n in (fit, fit + 1)]
-        assert cost[0] <= target < cost[1] or (fit == 0 and target < cost[1])

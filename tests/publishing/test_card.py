@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from hf_private import __version__
-from hf_private.accounting.budget import epsilon
-from hf_private.accounting.composition import best_of_epsilon, joint_epsilon
+from hf_private.accounting.composition import best_of_epsilon
 from hf_private.accounting.events import Event
 from hf_private.publishing.card import CARD, render_card, split_card, weight_hashes, write_card
 from hf_private.publishing.curve import CURVE_FILE
@@ -183,12 +182,6 @@ def test_best_of_many_runs_agrees_with_dp_accounting() -> None:
     assert best_of_epsilon([Event(0.1, (0.0,), 1)], 1e-5, 10) == math.inf
     with pytest.raises(ValueError, match="`runs` must be > 1, got 1"):
         best_of_epsilon(events, 1e-5, 1)
-
-
-def test_several_releases_add_up() -> None:
-    run = [Event(2000 / 67349, (1.253827,), 680)]
-    assert joint_epsilon([run, run], 1e-5).pld == pytest.approx(4.772, abs=1e-3)
-    assert joint_epsilon([run], 1e-5).epsilon == epsilon(run, 1e-5).epsilon
 
 
 # ---- README.md, which others write too

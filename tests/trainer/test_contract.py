@@ -72,7 +72,7 @@ def in_order(name: str, *pieces: str) -> None:
 
 
 def test_the_installed_version_is_supported() -> None:
-    assert transformers.__version__.startswith(SUPPORTED), "read tests/test_trainer_contract.py, then add the version"
+    assert transformers.__version__.startswith(SUPPORTED), "read tests/trainer/test_contract.py, then add the version"
 
 
 @pytest.mark.parametrize("name", SIGNATURES)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hf_private.trainer import trainer as module
+from hf_private.trainer import setup as module
 from tests.support import training
 
 

@@ -14,9 +14,28 @@ def test_the_floor_follows_gamma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     seen: list[tuple[Any, ...]] = []
 
     def watch(*args: Any) -> str:
-        seen.append(args[-2:])
+        seen.append(args[-3:-1])
         return "checked"
 
-    monkeypatch.setattr("hf_private.trainer.trainer.self_check", watch)
+    monkeypatch.setattr("hf_private.trainer.setup.self_check", watch)
     training.trainer(tmp_path, dp={"clipping": "automatic", "gamma": gamma, "clip_norm": 0.5}, max_steps=1).train()
     assert seen == [(0.5, gamma)]
+
+
+@pytest.mark.parametrize(
+    ("clipping", "group"),
+    [("flat", ""), ("automatic", ""), ("automatic-per-layer", "bert.layer.0.query"), ("per-block", "bert.layer.0")],
+)
+def test_the_groups_follow_clipping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clipping: str, group: str
+) -> None:
+    """A layer that is scaled by its own norm is compared by its own norm."""
+    seen: list[str] = []
+
+    def watch(*args: Any) -> str:
+        seen.append(args[-1]("bert.layer.0.query.weight"))
+        return "checked"
+
+    monkeypatch.setattr("hf_private.trainer.setup.self_check", watch)
+    training.trainer(tmp_path, dp={"clipping": clipping}, max_steps=1).train()
+    assert seen == [group]

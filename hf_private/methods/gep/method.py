@@ -27,7 +27,17 @@ import torch
 from torch import Tensor, nn
 
 from hf_private.gradients.method import Clip, Method
-from hf_private.gradients.persample import Dense, Outer, PerSample, Rows, Tied, sq_norms, weighted_sum, widen
+from hf_private.gradients.persample import (
+    Dense,
+    Outer,
+    PerSample,
+    Rows,
+    Tied,
+    may_remove,
+    sq_norms,
+    weighted_sum,
+    widen,
+)
 from hf_private.gradients.tensors import accumulation_dtype
 from hf_private.methods.subspace import Books, broadcast_first, orthonormal, public_generator
 
@@ -86,11 +96,11 @@ def combine(value: PerSample, weights: Tensor) -> Tensor:
     return total.view(k, *shape)
 
 
-def defect(basis: Iterable[Tensor]) -> float:
-    """|B B^T - I| (Frobenius) of a basis in slices (k, ...), in float64: how far it is from orthonormal."""
+def defect(basis: Iterable[Tensor]) -> Tensor:
+    """|B B^T - I| (Frobenius, a scalar) of a basis in slices (k, ...), in float64: how far it is from orthonormal."""
     slices = (columns.double() for part in basis for columns in part.flatten(1).split(1 << 16, dim=1))
     gram = reduce(add, (columns @ columns.t() for columns in slices))
-    return torch.linalg.matrix_norm(gram - torch.eye(len(gram), dtype=gram.dtype, device=gram.device)).item()
+    return torch.linalg.matrix_norm(gram - torch.eye(len(gram), dtype=gram.dtype, device=gram.device))
 
 
 def memory_limit(device: torch.device) -> int:
@@ -240,7 +250,8 @@ class Anchors(Method):
             for group in self.groups.values():
                 self._orthonormalise(group, product)
         broadcast_first(self.basis.values())
-        worst = max(defect([self.basis[name] for name in group.names]) for group in self.groups.values())
+        defects = [defect([self.basis[name] for name in group.names]) for group in self.groups.values()]
+        worst = torch.stack(defects).max().item()  # of a NaN, too
         if not worst <= LARGEST_DEFECT:
             raise RuntimeError(f"`basis` must be orthonormal, got |BB^T - I| = {worst}. Use another dtype.")
         self.slack = SLACK[next(iter(self.basis.values())).dtype] + worst
@@ -252,16 +263,19 @@ class Anchors(Method):
                 continue
             a = entries[f"@{group}"].dense()
             keep = a.isfinite().all(1)
+            removes = may_remove(keep)
             for name in names:
                 if name in entries:
-                    value = entries[name] if keep.all() else entries[name].masked(keep)
+                    value = entries[name].masked(keep) if removes else entries[name]
                     product[name] += combine(value, a.where(keep.unsqueeze(1), 0))
 
     def _orthonormalise(self, group: Group, product: dict[str, Tensor]) -> None:
         rows = torch.cat([product.pop(name).flatten(1) for name in group.names], 1)
-        if not rows.any():  # zero gradients have no principal directions: keep the start
-            rows = torch.cat([self.basis[name].flatten(1) for name in group.names], 1)
         sizes = [self.parameters[name].numel() for name in group.names]
+        unreached = rows.any().logical_not_().to(rows.dtype)
+        for name, part in zip(group.names, rows.split(sizes, 1), strict=True):
+            # Zero gradients have no principal directions: keep the start.
+            part.addcmul_(self.basis[name].flatten(1), unreached)
         for name, part in zip(group.names, orthonormal(rows.t()).t().split(sizes, 1), strict=True):
             self.basis[name] = part.reshape(group.k, *self.parameters[name].shape)
 

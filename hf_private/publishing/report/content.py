@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_private.accounting.events import Event
-from hf_private.accounting.risk import Risk, risk
+from hf_private.accounting.risk import Risk
 from hf_private.publishing.verify import HOLDS, SCOPE, UNKNOWN, WRONG, Verdict
-from hf_private.spending.statement import to_text
-from hf_private.spending.units import group_size
+from hf_private.spending.statement import statement_risk, to_text
 
 from .answers import Answer, answers
 from .history import Phase, history
@@ -169,16 +167,6 @@ def unit(statement: Mapping[str, Any]) -> str:
 def sha256(statement: dict[str, Any]) -> str:
     """Hash of privacy.json as hf_private writes it."""
     return hashlib.sha256(to_text(statement).encode()).hexdigest()
-
-
-def statement_risk(statement: dict[str, Any]) -> Risk:
-    """Bounds on attacks against one privacy unit, with the runs that were tried charged as in epsilon."""
-    events = [Event.from_dict(event) for event in statement["ledger"]["events"]]
-    runs, law = statement["tuning"]["runs"] or 1, statement["tuning"]["law"]
-    delta, k = statement["guarantee"]["delta"], group_size(statement["settings"])
-    if runs > 1 and law not in (None, "fixed"):
-        return risk(events, delta, k, runs=runs, law=law)
-    return risk(events, delta, k, runs=math.ceil(runs))
 
 
 def _figures(statement: dict[str, Any], found: Risk | None) -> tuple[tuple[str, str, str], ...]:

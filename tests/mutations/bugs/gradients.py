@@ -30,8 +30,14 @@ MUTANTS = (
     Mutant(
         "a record whose gradient is not finite is weighted with 0 instead of removed",
         "gradients/method.py",
-        (("{key: not c.all() for", "{key: False for"),),
+        (("{key: may_remove(c) for", "{key: False for"),),
         "tests/mechanism/test_step.py::test_a_nan_record_does_not_reach_the_release[per-layer]",
+    ),
+    Mutant(
+        "on a device, a record whose gradient is not finite is weighted with 0 instead of removed",
+        "gradients/persample.py",
+        (('return c.device.type != "cpu" or not c.all()', 'return c.device.type == "cpu" and not c.all()'),),
+        "tests/devices/test_engine.py::test_a_step_on_a_device_is_that_of_the_cpu_to_the_last_bit",
     ),
     Mutant(
         "tied weight without its cross term",
@@ -50,7 +56,7 @@ MUTANTS = (
         "gradients/persample.py",
         (
             (
-                "return total.index_add_(0, unique // self.shape[0], rows.square().sum(1).double()).to(ds.dtype)",
+                "return sq_rows.view(records, positions).sum(1).to(ds.dtype)",
                 "return widen(self.ds).square().sum((1, 2))",
             ),
         ),
@@ -87,7 +93,7 @@ MUTANTS = (
     ),
     Mutant(
         "losses that records share in some forward passes",
-        "gradients/selfcheck.py",
+        "gradients/comparison.py",
         (("if not difference <= SAME_LOSS * self.coarse:", "if False:"),),
         "tests/gradients/test_selfcheck.py::test_models_that_couple_records_are_refused",
     ),
@@ -251,11 +257,11 @@ MUTANTS = (
     ),
     Mutant(
         "the self-check compares norms, not gradients",
-        "gradients/selfcheck.py",
+        "gradients/comparison.py",
         (
             (
-                "        difference = distances(one, two)",
-                "        difference = (run.norms - other.norms).abs().double()",
+                "            difference = run.distances(other, reached)",
+                "            difference = (run.norms(reached) - other.norms(reached)).abs()",
             ),
         ),
         "tests/gradients/test_selfcheck.py::test_a_change_of_direction_is_seen",
@@ -271,25 +277,44 @@ MUTANTS = (
     ),
     Mutant(
         "the self-check runs in half precision",
-        "gradients/selfcheck.py",
+        "gradients/undisturbed.py",
         (("            x.data = data.float()", "            pass"),),
         "tests/gradients/test_selfcheck.py::test_models_in_which_padding_moves_gradients_are_refused_in_any_precision",
     ),
     Mutant(
         "the self-check runs under autocast",
-        "gradients/selfcheck.py",
+        "gradients/undisturbed.py",
         (('            model.__dict__["forward"] = model.__dict__["_original_forward"]', "            pass"),),
         "tests/gradients/test_selfcheck.py::test_the_model_computes_in_float32_whatever_wraps_it",
     ),
     Mutant(
         "rounding of tiny gradients is excused, however much clipping scales it up",
         "gradients/selfcheck.py",
-        (("floor=min(clip_norm, gamma)", "floor=1.0"),),
+        (("floor = min(clip_norm / math.sqrt(len(groups)), gamma)", "floor = 1.0"),),
         "tests/gradients/test_selfcheck.py::test_rounding_of_tiny_gradients_is_no_coupling",
     ),
     Mutant(
-        "buffers stay as a failed self-check leaves them",
+        "the floor of the self-check is a hundred times what it says",
+        "gradients/comparison.py",
+        (("FLOOR = 1e-6", "FLOOR = 1e-4"),),
+        "tests/gradients/test_selfcheck.py::test_tiny_gradients_are_compared_down_to_the_floor",
+    ),
+    Mutant(
+        "any difference counts as rounding",
+        "gradients/comparison.py",
+        (("if not bool((difference <= excused).all()):", "if False:"),),
+        "tests/gradients/test_selfcheck.py::test_a_change_of_direction_is_seen",
+    ),
+    Mutant(
+        "a layer that is clipped by its own norm is compared by the norm of all",
         "gradients/selfcheck.py",
+        (("groups.setdefault(group_of(name), [])", 'groups.setdefault("", [])'),),
+        "tests/gradients/test_selfcheck.py"
+        "::test_a_layer_with_a_tiny_gradient_is_compared_by_itself_if_it_is_clipped_by_itself",
+    ),
+    Mutant(
+        "buffers stay as a failed self-check leaves them",
+        "gradients/undisturbed.py",
         (("                        x.copy_(values[id(x)])", "                        pass"),),
         "tests/gradients/test_selfcheck.py::test_buffers_and_weights_are_restored_when_the_check_raises",
     ),

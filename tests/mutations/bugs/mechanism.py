@@ -29,7 +29,7 @@ MUTANTS = (
     Mutant(
         "per-layer clipping is accepted, and flat",
         "mechanism/clipping.py",
-        (('if together == "all":', "if True:"),),
+        (('if MODES[self.mode][1] == "all":', "if True:"),),
         "tests/mechanism/test_clipping.py::test_per_layer_clipping_shares_the_norm_over_all_layers_reached_or_not",
     ),
     Mutant(

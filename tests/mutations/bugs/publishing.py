@@ -140,8 +140,8 @@ MUTANTS = (
     ),
     Mutant(
         "a report does not charge the runs that were tried",
-        "publishing/report/content.py",
-        (("return risk(events, delta, k, runs=math.ceil(runs))", "return risk(events, delta, k)"),),
+        "spending/statement.py",
+        (("group_size(settings), runs=runs, law=law)", "group_size(settings))"),),
         "tests/publishing/test_report.py::test_tuning_and_groups_are_charged_in_the_attack_rates",
     ),
     Mutant(

@@ -4,6 +4,12 @@ from tests.mutations.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "the losses of an empty mask count",
+        "tasks/losses.py",
+        (("return losses if empty is None else losses.where(~empty, 0)", "return losses"),),
+        "tests/tasks/test_attacks.py::test_a_record_with_an_empty_mask_contributes_nothing",
+    ),
+    Mutant(
         "a collator may split a record into rows, each clipped by itself, or pack several into one",
         "tasks/micro_batches.py",
         (("if shape and shape[0] != len(records) and", "if False and"),),

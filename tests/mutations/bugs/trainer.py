@@ -5,13 +5,13 @@ from tests.mutations.mutant import Mutant
 MUTANTS = (
     Mutant(
         "a subclass of a private trainer brings a loss of the whole batch, and it is ignored",
-        "trainer/trainer.py",
+        "trainer/private.py",
         (("type(self).compute_loss is not self.objective_of.compute_loss", "False"),),
         "tests/trainer/test_seq2seq.py::test_a_loss_of_the_batch_is_refused",
     ),
     Mutant(
         "label smoothing is left out of the private objective",
-        "trainer/trainer.py",
+        "trainer/private.py",
         (("self.per_sample_loss, self.args.label_smoothing_factor,", "self.per_sample_loss, 0.0,"),),
         "tests/trainer/test_seq2seq.py::test_the_update_is_that_of_a_for_loop",
     ),
@@ -58,24 +58,25 @@ MUTANTS = (
     ),
     Mutant(
         "keys from args.seed, which is published",
-        "trainer/trainer.py",
+        "trainer/private.py",
         (
             (
                 "return Keys(self.ranks.key(), self.ranks.key())",
-                "return Keys(*[Key.shared(lambda own: self.args.seed.to_bytes(32, 'big')) for _ in range(2)])",
+                "key = type(self.ranks.key()).shared(lambda own: self.args.seed.to_bytes(32, 'big'))\n"
+                "        return Keys(key, key)",
             ),
         ),
         "tests/trainer/test_trainer.py::test_the_seed_does_not_repeat_noise_and_draws",
     ),
     Mutant(
         "a loop that starts again in the middle repeats noise and draws",
-        "trainer/trainer.py",
+        "trainer/private.py",
         (("        if self._mechanism is not None:\n            raise", "        if False:\n            raise"),),
         "tests/trainer/test_guards.py::test_a_run_that_begins_anew_within_train_would_repeat_its_noise",
     ),
     Mutant(
         "the trainer skips empty batches",
-        "trainer/trainer.py",
+        "trainer/private.py",
         (
             (
                 "        self._mechanism.step(as_unit_batch",
@@ -87,7 +88,7 @@ MUTANTS = (
     ),
     Mutant(
         "sample rate of the micro-batch instead of the logical batch",
-        "trainer/trainer.py",
+        "trainer/private.py",
         (
             (
                 "self._attach(method, train_dataloader.batch_sampler.sample_rate, steps)",
@@ -98,7 +99,7 @@ MUTANTS = (
     ),
     Mutant(
         "steps divided by gradient accumulation once more",
-        "trainer/trainer.py",
+        "trainer/private.py",
         (
             (
                 "if steps := max(max_steps - self.state.global_step, 0):",
@@ -110,20 +111,26 @@ MUTANTS = (
     ),
     Mutant(
         "settings of later are not checked, and not those that are enforced",
-        "trainer/trainer.py",
+        "trainer/private.py",
         (
             ("            self.hyperparameter_search()\n        self._check_settings()\n", "            pass\n"),
-            ("        self.spending.set_budget(config", "        str((config"),
-            ("config.accountant, config.group_size)", "config.accountant, config.group_size))"),
+            ("        self.spending.set_budget(\n            config", "        str((config"),
+            ("config.accountant, config.group_size\n        )", "config.accountant, config.group_size))"),
         ),
         "tests/trainer/test_guards.py::test_a_budget_that_is_raised_later_is_the_one_enforced",
     ),
     Mutant(
         "the training loss is logged without noise",
-        "trainer/trainer.py",
+        "trainer/private.py",
         (
-            ("log_nonprivate=config.log_nonprivate,", "log_nonprivate=True,"),
-            ("LogFilter(self.dp_config)", "LogFilter(replace(self.dp_config, log_nonprivate=True))"),
+            (
+                "self._keys, sample_rate, steps)\n",
+                "self._keys, sample_rate, steps)\n        self._mechanism.nonprivate = {}\n",
+            ),
+            (
+                "LogFilter(self.dp_config)",
+                "LogFilter(DPConfig(**{**self.dp_config.to_dict(), 'log_nonprivate': True}))",
+            ),
             ("        self.log_filter.config = self.dp_config\n", ""),
         ),
         "tests/trainer/test_spending.py::test_no_training_loss_is_written_unless_asked_for",
@@ -172,7 +179,7 @@ MUTANTS = (
     ),
     Mutant(
         "a callback sees log entries before the filter",
-        "trainer/trainer.py",
+        "trainer/private.py",
         (("        self.log_filter.keep_first(self.callback_handler)\n        super().log", "        super().log"),),
         "tests/trainer/test_attacks.py::test_a_callback_that_pushes_ahead_sees_filtered_entries",
     ),
@@ -237,8 +244,14 @@ MUTANTS = (
     ),
     Mutant(
         "the self-check does not know how far clipping scales tiny gradients up",
-        "trainer/trainer.py",
-        (("meet, config.clip_norm, config.gamma)", "meet, config.clip_norm, 0.01)"),),
+        "trainer/setup.py",
+        (("clipping.clip_norm, clipping.gamma, clipping", "clipping.clip_norm, 0.01, clipping"),),
         "tests/trainer/test_selfcheck_settings.py::test_the_floor_follows_gamma",
+    ),
+    Mutant(
+        "the self-check does not know which layers are clipped by themselves",
+        "trainer/setup.py",
+        (("clipping.gamma, clipping.group_of)", 'clipping.gamma, lambda name: "")'),),
+        "tests/trainer/test_selfcheck_settings.py::test_the_groups_follow_clipping",
     ),
 )

@@ -1,6 +1,7 @@
 """Run by tests/devices in a process of its own: each method for two steps on the CPU and on the emulated device."""
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from hf_private.mechanism.step import Mechanism
 from hf_private.methods.carriers.config import CarrierConfig
 from hf_private.methods.gep.config import AnchorConfig
 from hf_private.methods.gep.public_data import AnchorBooks
+from hf_private.tasks.losses import CheckedBatch, PerSampleLoss
 from tests.support import zoo
 from tests.support.devices import emulated
 
@@ -23,12 +25,15 @@ MICRO_BATCHES = 3
 
 CASES: dict[str, tuple[str, str]] = {  # model of the zoo, method
     "BK": ("bert", "full"),
+    "BK, a record without a finite gradient": ("bert", "broken"),
     "BK, convolutions": ("resnet-gn", "full"),
     "LoRA": ("bert", "lora"),
     "RGP": ("bert", "rgp"),
     "LSG": ("bert", "lsg"),
     "GEP": ("bert", "gep"),
 }
+
+NOISES = {case: ("secure", "fast") if case == "BK" else ("secure",) for case in CASES}
 
 
 def prepared(case: str, device: str) -> tuple[nn.Module, Any, Method, list[dict[str, Tensor]]]:
@@ -47,9 +52,18 @@ def prepared(case: str, device: str) -> tuple[nn.Module, Any, Method, list[dict[
         method = CarrierConfig(r=2, sparsity=0.3 if kind == "lsg" else 0.0, refresh=1).build(model)
     elif kind == "gep":
         method = AnchorConfig(k=8, num_anchors=6, target_modules="all-linear", layers_to_transform=1).build(model)
-        there = {key: x.to(device) for key, x in public.items()}
+        there = CheckedBatch({key: x.to(device) for key, x in public.items()})
         method.books = AnchorBooks(model, loss, lambda step: [there])
-    return model, loss, method, [{key: x.to(device) for key, x in part.items()} for part in parts]
+    if isinstance(loss, PerSampleLoss):
+        parts = [loss.checked(model, part) for part in parts]
+    if kind == "broken":
+        loss = partial(broken, loss, torch.tensor([1.0, torch.nan, 1.0, 1.0]).to(device))
+    return model, loss, method, [type(part)({key: x.to(device) for key, x in part.items()}) for part in parts]
+
+
+def broken(loss: Any, weights: Tensor, model: nn.Module, batch: Any) -> Tensor:
+    """The losses of the records times weights, which may be NaN."""
+    return loss(model, batch) * weights
 
 
 def gradients(case: str, device: str, noise: str = "secure") -> tuple[list[Tensor], list[emulated.Counts]]:
@@ -91,12 +105,14 @@ def main(path: str) -> None:
     library = emulated.register()
     found = {}
     for case in CASES:
-        for noise in ("secure", "fast"):
+        for noise in NOISES[case]:
             there, counts = gradients(case, "emu", noise)
             found[case, noise] = {
                 "cpu": gradients(case, "cpu", noise)[0],
                 "emu": there,
                 "mixed": sum(counts[1].mixed.values()),
+                "syncs": dict(counts[1].syncs),
+                "own_syncs": forward_counts(case).syncs,
                 "copied_to_host": dict(counts[1].copied_to_host),
             }
     torch.save(found, path)

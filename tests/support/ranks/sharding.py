@@ -17,7 +17,7 @@ from transformers.distributed import DistributedConfig
 
 from hf_private.distributed.ranks import Ranks
 from hf_private.gradients.bookkeeper import trainable
-from hf_private.trainer import trainer as trainer_module
+from hf_private.trainer import setup
 from tests.support import training, zoo
 from tests.support.ranks.engine import failure
 from tests.support.ranks.runs import EVALUATED, PEOPLE, TRAINERS, make, settings_of, stopped
@@ -102,13 +102,13 @@ def as_gpus(folder: Path, **settings: Any) -> TrainingArguments:
 def resumed(folder: Path, target: Path, **settings: Any) -> dict[str, Any]:
     """Go on from the third step to the fifth, and save; the self-check saw the model in shards."""
     made, seen = make(folder, make_args=as_gpus, **settings), []
-    check = trainer_module.self_check
+    check = setup.self_check
 
     def noted(model: Any, *args: Any) -> str:
         seen.append(all(isinstance(p, DTensor) for p in trainable(model).values()))
         return check(model, *args)
 
-    with mock.patch.object(trainer_module, "self_check", noted):
+    with mock.patch.object(setup, "self_check", noted):
         made.train(resume_from_checkpoint=True)
     assert all(isinstance(p, DTensor) for p in trainable(made.model).values())
     made.save_model(target)

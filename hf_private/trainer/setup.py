@@ -1,0 +1,90 @@
+"""What one `train()` needs: secret keys, and the mechanism for its steps, with the ledger open."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import nn
+from transformers.utils import logging
+
+from hf_private.accounting.signal import noise_to_signal
+from hf_private.distributed.fsdp import run_collectively
+from hf_private.gradients.method import Method
+from hf_private.gradients.selfcheck import LENGTH, self_check
+from hf_private.mechanism.clipping import Clipping
+from hf_private.mechanism.noise import NoiseSource
+from hf_private.mechanism.step import Mechanism
+from hf_private.randomness import Key
+
+if TYPE_CHECKING:
+    from .private import PrivateMixin
+
+logger = logging.get_logger(__name__)
+
+
+class Keys(NamedTuple):
+    """The secrets of one `train()`: never saved, and drawn anew by the next."""
+
+    sampling: Key | bytes
+    noise: Key | bytes
+
+
+def build_mechanism(
+    trainer: "PrivateMixin", model: nn.Module, method: Method, keys: Keys, sample_rate: float, steps: int
+) -> Mechanism:
+    """Check the gradients of the model, open the ledger for so many steps, and build the mechanism of a step.
+
+    Args:
+        model: The model that the steps run, as the ranks have sharded it.
+        sample_rate: Probability of each record, or unit, to be drawn for a step.
+    """
+    config, ranks = trainer.dp_config, trainer.ranks
+    loss = trainer.create_loss(model)
+    meet = trainer.args.per_device_train_batch_size > 1
+    clipping = Clipping(config.clipping, config.clip_norm, config.gamma)
+    args = (model, loss, trainer.public_batch, meet, clipping.clip_norm, clipping.gamma, clipping.group_of)
+    logger.info(run_collectively(ranks, model, self_check, *args))
+    noise = NoiseSource(config.noise, keys.noise)
+    run = trainer.provenance.open_run(
+        sample_rate,
+        steps,
+        method.releases,
+        {
+            **config.to_dict(),
+            "expected_batch_size": trainer.expected_batch_size,
+            "num_records": None if config.draws_units else trainer.num_records,
+            "num_units": trainer.num_units,
+            "method": method.describe(),
+            "reproducible": noise.reproducible,
+            "ranks": ranks.world_size,
+        },
+    )
+    mechanism = Mechanism(
+        model,
+        loss,
+        method=method,
+        clipping=clipping,
+        noise=noise,
+        noise_multiplier=run.plan.noise_multiplier,
+        sample_rate=sample_rate,
+        expected_batch_size=trainer.expected_batch_size,
+        charge=run.charge,
+        ranks=ranks,
+        dummy=lambda: trainer._prepare_inputs(trainer.public_batch(1, LENGTH)),
+        log_nonprivate=config.log_nonprivate,
+    )
+    if trainer.is_world_process_zero():
+        _announce_noise(method, run.plan.noise_multiplier, trainer.expected_batch_size)
+    mechanism.steps = trainer.state.global_step  # with a test key, a resumed run repeats the noise of its steps
+    return mechanism
+
+
+def _announce_noise(method: Method, noise_multiplier: float, expected_batch_size: int) -> None:
+    """Say how loud the noise of a step is; warn if the run may learn nothing. It reads no data."""
+    if not noise_multiplier:
+        return
+    noised = sum(shape.numel() for shape in method.blocks.values())
+    # GEP splits a step into two releases, each with more noise than the effective multiplier
+    found = noise_to_signal(max(method.releases(noise_multiplier)), noised, expected_batch_size)
+    if found.warning:
+        logger.warning(found.warning)
+    else:
+        logger.info(str(found))
