@@ -96,7 +96,7 @@ def test_a_model_that_is_exact_alone_only_passes_alone_and_is_refused_in_a_batch
         return F.cross_entropy(logits, batch["labels"], reduction="none")
 
     make = partial(synthetic_batch, model.inner)
-    assert "batches of [1]" in self_check(model, loss, make, records_meet=False)
+    assert "batches of 1" in self_check(model, loss, make, records_meet=False)
     with pytest.raises(UncoveredError, match="`inner.classifier.weight`"):
         self_check(model, loss, make)
 

@@ -302,7 +302,7 @@ MUTANTS = (
     Mutant(
         "padding is checked at some lengths only",
         "gradients/selfcheck.py",
-        (("        for n in range(sizes[-1]):\n", "        for n in closely:\n"),),
+        (("        for n in range(size):\n", "        for n in closely:\n"),),
         "tests/gradients/test_selfcheck.py::test_a_coupling_that_shows_at_some_lengths_only_is_seen",
     ),
     Mutant(
