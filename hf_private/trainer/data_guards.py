@@ -83,11 +83,15 @@ def made_up_batch(
     """Made-up records with the schema of the training set, in a batch of its collator."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     generator = generator or torch.Generator().manual_seed(0)
+    varied = [length, *torch.randint(2, max(3, length), (batch_size - 1,), generator=generator).tolist()]
     try:
         make = schema_of(sample(trainer.train_dataset), ranges_of(model))
-        lengths = [length, *torch.randint(2, max(3, length), (batch_size - 1,), generator=generator).tolist()]
         collator = trainer._get_collator_with_removed_columns(trainer.training_collator, description="made-up")
-        return _tensors(trainer, collator([make(size, generator) for size in lengths]))
+        try:
+            batch = collator([make(size, generator) for size in varied])
+        except Exception:  # a collator of records of one length
+            batch = collator([make(length, generator) for _ in varied])
+        return _tensors(trainer, batch)
     except Exception:
         raise ValueError(
             f"`public_examples` must be given for {type(base_model(model)).__name__}: no made-up batch could be built"
