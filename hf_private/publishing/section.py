@@ -11,6 +11,7 @@ from typing import Any
 from hf_private.spending.statement import STATEMENT, to_text
 
 from .curve import curve_svg
+from .pictures import tradeoff_svg
 from .template_versions import template
 
 TAGS = ("differential-privacy", "differential_privacy", "dp-sgd")
@@ -31,10 +32,13 @@ def render_caution(statement: dict[str, Any]) -> str:
 
 
 def render_curve(statement: dict[str, Any]) -> str | None:
-    """The picture of delta(epsilon); None for a run that is not private."""
+    """The picture of what attacks can find, in 0.1.0 of delta(epsilon); None for a run that is not private."""
     guarantee = statement["guarantee"]
     if not statement["private"] or not guarantee["curve"]:
         return None
+    if risk := guarantee.get("risk"):
+        marked = {float(rate): found for rate, found in risk["tpr_at_fpr"].items()}
+        return tradeoff_svg([(point["fpr"], point["tpr"]) for point in risk["tradeoff"]], marked, alone=True) + "\n"
     bounds = guarantee["accountants"]
     epsilon = bounds["prv" if "prv" in bounds else "pld"]["upper"]
     return curve_svg(guarantee["curve"], epsilon, guarantee["delta"])
@@ -90,7 +94,6 @@ def template_fields(statement: dict[str, Any]) -> dict[str, str]:
         "size": f"{unit['num_units']:,} units"
         if unit.get("sampling") == "units"
         else f"{dataset['num_records']} records",
-        "curve_unit": "unit" if unit.get("sampling") == "units" else "record",
         "odds": _best_guess(guarantee),
         **_attacks(guarantee.get("risk") or {}),
         "reasons": "; ".join(statement["not_private_because"]),

@@ -29,7 +29,7 @@ from hf_private.spending.spending import LEDGER, Spending
 from hf_private.tasks.losses import PerSampleLoss
 from hf_private.tasks.units import UnitColumn
 
-from .callbacks import PrivacyCallback, UpdateCallback
+from .callbacks import PrivacyCallback, UpdateCallback, show_epsilon_in_notebooks
 from .data_guards import EvaluationGuard
 from .facts import public_facts
 from .guards import (
@@ -129,6 +129,7 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
         self.callback_handler.callbacks[:0] = [self.privacy_callback, UpdateCallback(self.provenance.note_update)]
         self.log_filter = LogFilter(self.dp_config)
         self.log_filter.keep_first(self.callback_handler)
+        show_epsilon_in_notebooks(self.callback_handler)
         self.graceful_stop = GracefulStop(self.ranks)
         self.step_guard = PrivateStepGuard()
         for callback in (self.graceful_stop, self.step_guard):
