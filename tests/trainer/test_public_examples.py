@@ -114,10 +114,10 @@ def test_public_examples_replace_what_cannot_be_made_up(tmp_path: Path) -> None:
     assert made.train().global_step == 4
 
 
-@pytest.mark.parametrize("examples", ["the training set", "too few"])
+@pytest.mark.parametrize("examples", ["private", "too few"])
 def test_examples_that_are_private_or_too_few_are_refused(tmp_path: Path, examples: str) -> None:
     records = training.text()
-    given = records if examples == "the training set" else records[:3]
+    given = records if examples == "private" else records[:3]
     made = training.trainer(tmp_path, zoo.small("bert"), records, public_examples=given)
     with pytest.raises(ValueError, match="`public_examples` must"):
         made.train()

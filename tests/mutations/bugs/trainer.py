@@ -258,6 +258,6 @@ MUTANTS = (
         "the self-check runs on the training set",
         "trainer/data_guards.py",
         (("    if examples is trainer.train_dataset:\n", "    if False:\n"),),
-        "tests/trainer/test_public_examples.py::test_examples_that_are_private_or_too_few_are_refused[the training set]",
+        "tests/trainer/test_public_examples.py::test_examples_that_are_private_or_too_few_are_refused[private]",
     ),
 )
