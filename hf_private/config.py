@@ -16,6 +16,7 @@ from hf_private.mechanism.units import SAMPLINGS
 from hf_private.spending.units import draws_units, group_size
 
 TRAIN_ONLY = ("bias",)
+BUDGETS = ("target_epsilon", "target_risk", "noise_multiplier")  # of which exactly one is set
 
 if TYPE_CHECKING:
     from hf_private.methods.targeting import TargetConfig
@@ -41,8 +42,8 @@ def _help(default: Any, text: str, **metadata: Any) -> Any:
 
 @dataclass
 class DPConfig:
-    """Privacy settings of a `DPTrainer`: say how much may be spent (`target_epsilon`) or how much noise is added
-    (`noise_multiplier`), never both. Works with `HfArgumentParser`, and goes to JSON and back.
+    """Privacy settings of a `DPTrainer`: say how much may be spent (`target_epsilon`, or `target_risk`) or how much
+    noise is added (`noise_multiplier`), exactly one of them. Works with `HfArgumentParser`, and goes to JSON and back.
 
     >>> config = DPConfig(target_epsilon=8.0, target_delta=1e-5, clip_norm=1.0, expected_batch_size=1024)
     >>> DPConfig.from_dict(config.to_dict()) == config
@@ -58,7 +59,12 @@ class DPConfig:
     )
     target_delta: float = _help(1e-5, "Delta of the guarantee. Choose it well below 1 / (number of records).")
     noise_multiplier: float | None = _help(
-        None, "Noise standard deviation divided by the clip norm, instead of `target_epsilon`. 0: not private."
+        None, "Noise standard deviation divided by the clip norm, instead of a budget. 0: not private."
+    )
+    target_risk: float | None = _help(
+        None,
+        "Budget as the largest advantage of any attacker who guesses membership (true minus false positive rate: 0 is"
+        " chance, 1 is certainty), instead of `target_epsilon`. 0.1: a guess at even odds is right 55 % of the time.",
     )
     clip_norm: float = _help(
         1.0, "Largest L2 norm that one record's gradient keeps. 'inf' only with `noise_multiplier=0` (not private)."
@@ -167,6 +173,8 @@ class DPConfig:
     def _check_values(self) -> None:
         if self.target_epsilon is not None:
             validate.positive(target_epsilon=self.target_epsilon)
+        if self.target_risk is not None:
+            validate.probability(target_risk=self.target_risk)
         if self.noise_multiplier is not None:
             validate.non_negative(noise_multiplier=self.noise_multiplier)
             if math.isinf(self.noise_multiplier):
@@ -198,15 +206,17 @@ class DPConfig:
             )
 
     def _check_combinations(self) -> None:
-        if self.target_epsilon is None and self.noise_multiplier is None:
+        given = {name: getattr(self, name) for name in BUDGETS if getattr(self, name) is not None}
+        if not given:
             raise ValueError(
-                "One of `target_epsilon` or `noise_multiplier` must be set, got neither. Say how much privacy may be"
-                " spent, for instance target_epsilon=8.0, and the noise is calibrated for you."
+                "One of `target_epsilon`, `target_risk` or `noise_multiplier` must be set, got none. Say how much"
+                " privacy may be spent, for instance target_epsilon=8.0, and the noise is calibrated for you."
             )
-        if self.target_epsilon is not None and self.noise_multiplier is not None:
+        if len(given) > 1:
+            names = " and ".join(f"`{name}` = {value!r}" for name, value in given.items())
             raise ValueError(
-                f"Only one of `target_epsilon` and `noise_multiplier` may be set, got {self.target_epsilon!r} and"
-                f" {self.noise_multiplier!r}. A target fixes the noise; `hf-private calibrate` shows it."
+                "Only one of `target_epsilon`, `target_risk` and `noise_multiplier` may be set, got"
+                f" {names}. A target fixes the noise; `hf-private calibrate` shows it."
             )
         if math.isinf(self.clip_norm) and self.noise_multiplier != 0:
             raise ValueError(

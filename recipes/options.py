@@ -22,6 +22,7 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_private import DPConfig
+from hf_private.config import BUDGETS
 
 # The DPConfig fields of each method. Files and the command line change single fields.
 METHODS: dict[str, dict[str, Any]] = {
@@ -41,7 +42,6 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 PUBLIC = ("rgp-public", "gep", "b-gep")  # methods that read public records
 NESTED = ("carriers", "anchors")
-BUDGET = ("target_epsilon", "noise_multiplier")
 
 
 @dataclass
@@ -89,10 +89,10 @@ def parse(
     """The recipe's options, DPConfig and TrainingArguments, from `--config FILE` and the command line.
 
     Precedence, lowest first: METHODS, the file, its `by_method`, the command line. `carriers` and `anchors` are merged
-    field by field. `--target_epsilon` replaces the file's `noise_multiplier`, and vice versa.
+    field by field. `--target_epsilon`, `--target_risk` and `--noise_multiplier` replace the file's budget.
     """
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("config", "method", *NESTED, *BUDGET):
+    for name in ("config", "method", *NESTED, *BUDGETS):
         early.add_argument(f"--{name}")
     early.add_argument("--nonprivate", nargs="?", const="true", default=None)
     given, rest = early.parse_known_args(argv)
@@ -111,14 +111,14 @@ def parse(
         if asked and preset is None:
             raise ValueError(f"`--{name}` must come with a method that uses them, got --method {settings['method']}.")
         settings[name] = preset and {**preset, **(settings.get(name) or {}), **asked}
-    for name, other in (BUDGET, BUDGET[::-1]):
-        if getattr(given, name) is not None:
-            settings |= {name: float(getattr(given, name)), other: None}
+    budget = {name: float(getattr(given, name)) for name in BUDGETS if getattr(given, name) is not None}
+    if budget:
+        settings |= {**dict.fromkeys(BUDGETS), **budget}
     nonprivate = given.nonprivate if given.nonprivate is not None else settings.get("nonprivate", False)
     if settings["method"] == "np" or str(nonprivate).lower() in ("true", "1", "yes"):
-        settings |= {"nonprivate": True, "target_epsilon": None, "noise_multiplier": 0.0, "clip_norm": math.inf}
+        settings |= {**dict.fromkeys(BUDGETS), "nonprivate": True, "noise_multiplier": 0.0, "clip_norm": math.inf}
     parser.set_defaults(**settings)
-    if all(settings.get(name) is None for name in BUDGET) and not {"-h", "--help"} & set(rest):
+    if all(settings.get(name) is None for name in BUDGETS) and not {"-h", "--help"} & set(rest):
         raise ValueError("`--target_epsilon` must be given, on the command line or in a file (`--config`).")
     options, dp_config, args, _ = parser.parse_args_into_dataclasses(rest, look_for_args_file=False)
     if "output_dir" not in settings and not any(word.split("=")[0] == "--output_dir" for word in rest):

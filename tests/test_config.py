@@ -8,12 +8,13 @@ import pytest
 import torch
 from transformers import DataCollatorWithFlattening, HfArgumentParser, TrainingArguments
 
-from hf_private.config import DPConfig
+from hf_private.config import BUDGETS, DPConfig
 from hf_private.methods.carriers.config import CarrierConfig
 from hf_private.trainer.refusals import REFUSED_ARGS, refusals
 
 WRONG = {  # field -> values that must be refused
     "target_epsilon": [0, -1, "8", math.nan, True],
+    "target_risk": [0, 1, -0.1, "0.1", math.nan, True],
     "target_delta": [0, 1, -1e-5, 2, None],
     "noise_multiplier": [-0.1, math.inf, math.nan, "1"],
     "clip_norm": [0, -1, None, math.inf, math.nan],
@@ -44,15 +45,18 @@ def test_every_field_has_wrong_values_here_and_a_help_text() -> None:
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
 def test_a_wrong_value_is_named(name: str, value: object) -> None:
-    budget = {} if name in ("target_epsilon", "noise_multiplier") else {"target_epsilon": 8.0}
+    budget = {} if name in BUDGETS else {"target_epsilon": 8.0}
     with pytest.raises(ValueError, match=f"`{name}`"):
         DPConfig(**budget, **{name: value})
 
 
 def test_epsilon_and_noise_exclude_each_other_and_one_is_needed() -> None:
-    with pytest.raises(ValueError, match="`target_epsilon`.*`noise_multiplier`.*got 8.0 and 1.0"):
-        DPConfig(target_epsilon=8.0, noise_multiplier=1.0)
-    with pytest.raises(ValueError, match="`target_epsilon`.*`noise_multiplier`.*got neither"):
+    values = {"target_epsilon": 8.0, "target_risk": 0.1, "noise_multiplier": 1.0}
+    for some in ([0, 1], [0, 2], [1, 2], [0, 1, 2]):
+        given = {name: values[name] for name in (BUDGETS[i] for i in some)}
+        with pytest.raises(ValueError, match="Only one of .*" + ".*".join(f"`{name}` = " for name in given)):
+            DPConfig(**given)
+    with pytest.raises(ValueError, match="`target_epsilon`.*`target_risk`.*`noise_multiplier`.*got none"):
         DPConfig()
 
 

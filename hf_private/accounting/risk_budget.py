@@ -8,16 +8,20 @@ import math
 from collections.abc import Iterable
 from statistics import NormalDist
 
+import numpy as np
 from scipy.optimize import root_scalar
 
 from hf_private._validate import integer_at_least, probability
 
-from .budget import BudgetExceeded
+from . import accountants
+from .budget import BudgetExceeded, settings_of
 from .events import Event
 from .risk import risk
+from .tradeoff import hockey_stick
 
 LEAST_NOISE = 0.3  # with less, a step shows a sampled record nearly in the clear, and accountants take minutes
 MOST_NOISE = 1e7
+COARSE = 20  # times the width of the grid, for a first answer
 
 
 def calibrate_risk(
@@ -54,27 +58,53 @@ def calibrate_risk(
             " spent. Raise `target_risk`, or stop here."
         )
 
+    def plan(sigma: float) -> tuple[Event, ...]:
+        return (*spent, Event(sample_rate, (sigma,), steps))
+
     def excess(sigma: float) -> float:
-        plan = (*spent, Event(sample_rate, (sigma,), steps))
-        return risk(plan, None, records_per_unit).advantage - goal
+        return risk(plan(sigma), None, records_per_unit).advantage - goal
+
+    def roughly(sigma: float) -> float:  # in a hundredth of the time, and hardly more
+        return _rough_advantage(plan(sigma), records_per_unit) - goal
 
     low = high = max(_guess(target_risk, sample_rate * records_per_unit, steps), LEAST_NOISE)
-    while excess(high) > 0:
+    while roughly(high) > 0:
         low, high = high, 1.3 * high
         if high > MOST_NOISE:
             raise BudgetExceeded(
                 f"no noise multiplier below {MOST_NOISE:g} keeps the advantage within `target_risk` {target_risk:g},"
                 f" of which {already:.6g} is already spent. Raise `target_risk`."
             )
-    while low > LEAST_NOISE and excess(low) <= 0:
+    while low > LEAST_NOISE and roughly(low) <= 0:
         low, high = max(low / 1.3, LEAST_NOISE), low
-    if excess(low) <= 0:
+    if roughly(low) <= 0:
         return low
-    sigma = root_scalar(excess, bracket=(low, high), method="brentq", xtol=5e-7, rtol=1e-9).root
+    sigma = root_scalar(roughly, bracket=(low, high), method="brentq", xtol=5e-7, rtol=1e-9).root
+    width = 1e-3 * sigma
+    slope, missing = (roughly(sigma + width) - roughly(sigma)) / width, excess(sigma)
+    for _ in range(8):  # the secant method from the rough answer to the exact one
+        if abs(missing) < 1e-8 or slope >= 0:
+            break
+        before, sigma = sigma, max(sigma - missing / slope, LEAST_NOISE)
+        if abs(sigma - before) < 1e-7:
+            break
+        last, missing = missing, excess(sigma)
+        slope = (missing - last) / (sigma - before)
     sigma, up = math.ceil(sigma * 1e6) / 1e6, 1e-6
     while excess(sigma) > 0:
         sigma, up = round(sigma + up, 6), 2 * up
     return sigma
+
+
+def _rough_advantage(events: tuple[Event, ...], records: int) -> float:
+    """The advantage on a coarse grid: never too small."""
+    settings = settings_of(events)
+    assert settings, "there is noise, and at least one step"
+    try:
+        losses = accountants.pld_losses(settings, records, COARSE)
+    except accountants.FAILURES:
+        return risk(events, None, records).advantage
+    return min(float(hockey_stick(*direction, np.zeros(1))[0]) for direction in losses)
 
 
 def steps_within_risk(

@@ -43,7 +43,7 @@ class NoiseToSignal:
             return None
         return (
             f"{self} The run may learn nothing. Train fewer numbers (the head only, a LoRA, or `carriers`), raise"
-            f" `expected_batch_size` (now {self.batch:g}), or use more records or a larger `target_epsilon`."
+            f" `expected_batch_size` (now {self.batch:g}), or use more records or a larger budget."
             " `hf-private plan` compares these."
         )
 

@@ -261,7 +261,7 @@ def _check_training(check: Comparison, batch: Batch, mixed: Batch) -> None:
 
 
 def _rows(batch: Batch, rows: list[int]) -> dict[str, Tensor]:
-    return {key: value[rows] for key, value in batch.items()}
+    return {key: value.index_select(0, torch.tensor(rows, device=value.device)) for key, value in batch.items()}
 
 
 def _trim(batch: Batch) -> dict[str, Tensor]:

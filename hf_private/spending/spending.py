@@ -7,7 +7,7 @@ spent. On disk:
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,6 +24,7 @@ from hf_private.accounting.schedule import epsilon_schedule
 
 from .costs import NO_PAST, UNKNOWN, Cost, Past, all_costs, sources, take_over, times_missing
 from .ledger import LedgerError, PrivacyLedger
+from .limits import Limit, limit_of
 from .run import Plan, Run
 from .statement import STATEMENT, read_statement
 
@@ -41,7 +42,8 @@ class Spending:
     Args:
         folder: Output folder of the run; the ledger is `_dp/ledger.jsonl` in it, and may not exist yet.
         target_delta: Delta at which epsilon is computed.
-        target_epsilon: The budget; None permits any number of steps.
+        target_epsilon: The budget, or instead of it
+        target_risk: the largest advantage of an attacker. Without either, any number of steps is permitted.
         writes: False on all ranks but the first, which count along.
     """
 
@@ -51,6 +53,7 @@ class Spending:
         target_delta: float,
         *,
         target_epsilon: float | None = None,
+        target_risk: float | None = None,
         accountant: str = "prv",
         records_per_unit: int = 1,
         writes: bool = True,
@@ -59,13 +62,18 @@ class Spending:
         self.writes = writes
         self.run: Run | None = None
         self._closed: PrivacyLedger | None = None
-        self.set_budget(target_epsilon, target_delta, accountant, records_per_unit)
+        self.set_budget(target_epsilon, target_risk, target_delta, accountant, records_per_unit)
 
     def set_budget(
-        self, target_epsilon: float | None, target_delta: float, accountant: str, records_per_unit: int
+        self,
+        target_epsilon: float | None,
+        target_risk: float | None,
+        target_delta: float,
+        accountant: str,
+        records_per_unit: int,
     ) -> None:
         """Set the budget, and how it is measured, for the runs to come."""
-        self.target_epsilon = target_epsilon
+        self.limit = limit_of(target_epsilon, target_risk, target_delta, accountant, records_per_unit)
         self.target_delta = target_delta
         self.accountant = accountant
         self.records_per_unit = records_per_unit
@@ -152,17 +160,18 @@ class Spending:
         if noise_multiplier is None:
             kept = self.last_run.get("noise_multiplier") if resumes else None
             same_rate = self.last_run.get("sample_rate") == sample_rate
-            if kept and same_rate and self.fits(Event(sample_rate, releases(kept), steps)):
+            assert self.limit is not None, "DPConfig has either a budget or a noise multiplier"
+            if kept and same_rate and self.limit.allows(Event(sample_rate, releases(kept), steps), self.events):
                 noise_multiplier = float(kept)
             else:
-                noise_multiplier = self._calibrate(sample_rate, steps)
+                noise_multiplier = self._calibrate(self.limit, sample_rate, steps)
                 if kept:
                     logger.warning(
                         f"The remaining {steps} steps do not fit the budget with noise multiplier {kept}: it is"
                         f" raised to {noise_multiplier} for them."
                     )
         event = Event(sample_rate, releases(noise_multiplier))
-        if self.target_epsilon is None:
+        if self.limit is None:
             return Plan(event, noise_multiplier, steps)
         if not steps:
             return Plan(event, noise_multiplier, 0, 0)
@@ -170,31 +179,24 @@ class Spending:
             raise BudgetExceeded(f"{steps} steps with noise multiplier {noise_multiplier} do not fit the budget.")
         return Plan(event, noise_multiplier, steps, steps)
 
-    def _calibrate(self, sample_rate: float, steps: int) -> float:
-        target = self.target_epsilon
-        assert target is not None, "DPConfig has either a target or a noise multiplier"
-
-        def needed(spent: Sequence[Event]) -> float:
-            budget = target, self.target_delta, sample_rate, steps, self.accountant
-            return accounting.calibrate(*budget, spent=spent, records_per_unit=self.records_per_unit)
-
-        alone = needed(())
+    def _calibrate(self, limit: Limit, sample_rate: float, steps: int) -> float:
+        alone = limit.noise(sample_rate, steps)
         if not self.events:
             return alone
-        spent = self.epsilon()
+        spent = limit.spent(self.events)
         by_whom = "by earlier runs in this folder, or by the model that this one starts from"
         try:
-            noise_multiplier = needed(self.events)
+            noise_multiplier = limit.noise(sample_rate, steps, self.events)
         except BudgetExceeded:
             noise_multiplier = math.inf
         if noise_multiplier > USELESS * alone:
             raise BudgetExceeded(
-                f"The budget in this folder is used up: epsilon {spent:.4g} of `target_epsilon` {target:g} is spent,"
-                f" {by_whom}. {steps} more steps would need so much noise that they learn nothing. Keep the model that"
-                " you have, raise `target_epsilon`, or start from an untrained model in a new output_dir."
+                f"The budget in this folder is used up: {spent} is spent, {by_whom}. {steps} more steps would need so"
+                f" much noise that they learn nothing. Keep the model that you have, raise `{limit.name}`, or start"
+                " from an untrained model in a new output_dir."
             )
         logger.warning(
-            f"Epsilon {spent:.4g} of `target_epsilon` {target:g} is spent, {by_whom}. It counts here too: the noise"
+            f"{spent[0].upper()}{spent[1:]} is spent, {by_whom}. It counts here too: the noise"
             f" multiplier is {noise_multiplier:.4g}; in a first run it would be {alone:.4g}. For a fresh model use a"
             " new output_dir."
         )
@@ -274,11 +276,7 @@ class Spending:
 
     def fits(self, event: Event) -> bool:
         """Whether the budget permits `event` after all that was charged."""
-        if self.target_epsilon is None:
-            return True
-        after = (*self.events, event)
-        spent = accounting.enforced_epsilon(after, self.target_delta, self.accountant, self.records_per_unit)
-        return spent <= self.target_epsilon
+        return self.limit is None or self.limit.allows(event, self.events)
 
     def report(self) -> EpsilonReport:
         """What all charged steps cost, by all accountants, and what an attacker can learn from them."""

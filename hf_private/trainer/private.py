@@ -107,6 +107,7 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
                 args.output_dir or "tmp_trainer",
                 dp_config.target_delta,
                 target_epsilon=dp_config.target_epsilon,
+                target_risk=dp_config.target_risk,
                 accountant=dp_config.accountant,
                 records_per_unit=dp_config.group_size,
                 writes=args.process_index == 0,
@@ -163,7 +164,9 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
         config = DPConfig.from_dict(self.dp_config.to_dict())  # its checks, for what was set since
         self.dp_config = self._with_checked_anchors(config)
         self.unit_column.name = config.unit_column
-        self.spending.set_budget(config.target_epsilon, config.target_delta, config.accountant, config.group_size)
+        self.spending.set_budget(
+            config.target_epsilon, config.target_risk, config.target_delta, config.accountant, config.group_size
+        )
         self.log_filter.config = self.dp_config
         self.log_filter.keep_first(self.callback_handler)
         check_ranks(self.ranks, self.args)
@@ -274,7 +277,8 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
             check_gradients(self._mechanism.model, self.dp_config.is_private)
             self._gradients_checked = True
         seen = self._mechanism.nonprivate  # None unless `log_nonprivate`
-        return torch.tensor(seen["loss_sum"] / max(seen["batch_size"], 1) if seen else 0.0, device=self.args.device)
+        loss = seen["loss_sum"] / max(seen["batch_size"], 1) if seen else 0.0
+        return torch.full((), loss, device=self.args.device)
 
     def _ready(self, batch: Any) -> Any:
         """A micro-batch on the device, checked before it goes there: afterwards the host would wait for each check."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.devices.engine import CASES
+from tests.support.devices.engine import NOISES
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,8 +22,7 @@ def found(tmp_path_factory):
     return torch.load(path)
 
 
-@pytest.mark.parametrize("noise", ["secure", "fast"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "noise"), [(case, noise) for case, noises in NOISES.items() for noise in noises])
 def test_a_step_on_a_device_is_that_of_the_cpu_to_the_last_bit(found, case, noise):
     result = found[case, noise]
     for here, there in zip(result["cpu"], result["emu"], strict=True):
@@ -35,8 +34,7 @@ def test_a_step_on_a_device_is_that_of_the_cpu_to_the_last_bit(found, case, nois
 ALLOWED = {"GEP": 2}
 
 
-@pytest.mark.parametrize("noise", ["secure", "fast"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "noise"), [(case, noise) for case, noises in NOISES.items() for noise in noises])
 def test_a_step_waits_for_the_device_only_where_the_model_itself_does(found, case, noise):
     added = Counter(found[case, noise]["syncs"]) - Counter(found[case, noise]["own_syncs"])
     assert added.total() <= ALLOWED.get(case, 0), added

@@ -92,8 +92,7 @@ class Progress(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Show the epsilon spent so far."""
-        # The fast bound is loose; the budget, which no step exceeds, also bounds epsilon.
-        epsilon = min(self.trainer.privacy_callback.epsilon(), self.trainer.dp_config.target_epsilon or math.inf)
+        epsilon = self.trainer.privacy_callback.epsilon()
         self._show(epsilon=f"{epsilon:.2f}" if math.isfinite(epsilon) else "infinite")
         self.bar.update()
 

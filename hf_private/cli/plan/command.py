@@ -229,6 +229,7 @@ def _report(args: argparse.Namespace, delta: float, rate: float, plans: list[Pla
                 "operations": plan.operations,
                 "hours": plan.hours,
                 "memory_bytes": plan.candidate.memory,
+                "code": snippet(plan, args.epsilon, delta, args.micro_batch),
             }
             for plan in plans
         ],

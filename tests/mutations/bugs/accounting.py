@@ -81,7 +81,7 @@ MUTANTS = (
     Mutant(
         "noise for an advantage forgets what was spent before",
         "accounting/risk_budget.py",
-        (("plan = (*spent, Event(sample_rate, (sigma,), steps))", "plan = (Event(sample_rate, (sigma,), steps),)"),),
+        (("return (*spent, Event(sample_rate, (sigma,), steps))", "return (Event(sample_rate, (sigma,), steps),)"),),
         "tests/accounting/test_risk_budget.py::test_what_is_spent_counts",
     ),
     Mutant(

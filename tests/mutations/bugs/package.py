@@ -8,9 +8,8 @@ MUTANTS = (
         "config.py",
         (
             (
-                "if self.target_epsilon is None and self.noise_multiplier is None:\n            raise ValueError(",
-                "if self.target_epsilon is None and self.noise_multiplier is None:\n"
-                "            self.noise_multiplier = 0.0\n            str(",
+                "if not given:\n            raise ValueError(",
+                "if not given:\n            self.noise_multiplier = 0.0\n            str(",
             ),
         ),
         "tests/test_config.py::test_epsilon_and_noise_exclude_each_other_and_one_is_needed",

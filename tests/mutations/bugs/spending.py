@@ -242,4 +242,32 @@ MUTANTS = (
         (("            if other != own:", "            if False:"),),
         "tests/trainer/test_units.py::test_a_model_is_continued_with_the_same_unit_only",
     ),
+    Mutant(
+        "a budget of an attacker's advantage permits any number of steps",
+        "spending/limits.py",
+        (("return None if target_risk is None else RiskLimit(target_risk, records_per_unit)", "return None"),),
+        "tests/spending/test_limits.py::test_which_limit_the_settings_name",
+    ),
+    Mutant(
+        "a budget of an attacker's advantage forgets earlier runs",
+        "spending/limits.py",
+        (
+            (
+                "calibrate_risk(self.target, sample_rate, steps, spent,",
+                "calibrate_risk(self.target, sample_rate, steps, (),",
+            ),
+        ),
+        "tests/spending/test_limits.py::test_a_spent_budget_is_closed_until_it_is_raised",
+    ),
+    Mutant(
+        "a budget of an attacker's advantage counts one record of a person",
+        "spending/limits.py",
+        (
+            (
+                "calibrate_risk(self.target, sample_rate, steps, spent, self.records_per_unit)",
+                "calibrate_risk(self.target, sample_rate, steps, spent)",
+            ),
+        ),
+        "tests/spending/test_limits.py::test_people_with_several_records_are_priced_as_such",
+    ),
 )

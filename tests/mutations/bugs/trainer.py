@@ -114,8 +114,8 @@ MUTANTS = (
         "trainer/private.py",
         (
             ("            self.hyperparameter_search()\n        self._check_settings()\n", "            pass\n"),
-            ("        self.spending.set_budget(config", "        str((config"),
-            ("config.accountant, config.group_size)", "config.accountant, config.group_size))"),
+            ("        self.spending.set_budget(\n            config", "        str((config"),
+            ("config.accountant, config.group_size\n        )", "config.accountant, config.group_size))"),
         ),
         "tests/trainer/test_guards.py::test_a_budget_that_is_raised_later_is_the_one_enforced",
     ),

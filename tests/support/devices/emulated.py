@@ -11,6 +11,7 @@ last bit. A process that calls `register` must end with `leave`, because torch a
     counts.syncs, counts.copied_to_host, counts.copied_to_device, counts.mixed    # Counters by "file:line"
 """
 
+import functools
 import os
 import sys
 from collections import Counter
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
@@ -37,6 +39,10 @@ SYNCHRONISING = {
     "aten::unique_dim",
     "aten::unique_consecutive",
 }
+
+
+# What autocast computes in its dtype.
+PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv2d", "scaled_dot_product_attention")
 
 
 @dataclass
@@ -59,9 +65,9 @@ _open: list[Counts] = []
 
 
 @contextmanager
-def counted() -> Iterator[Counts]:
-    """Count in this block."""
-    counts = Counts()
+def counted(counts: Counts | None = None) -> Iterator[Counts]:
+    """Count in this block, from zero or on."""
+    counts = Counts() if counts is None else counts
     _open.append(counts)
     try:
         yield counts
@@ -101,6 +107,14 @@ class Emulated(torch.Tensor):
         self.raw = raw
         return self
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """That of the numbers: its address and size tell tied weights apart, as safetensors does."""
+        return self.raw.untyped_storage()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """In files: a tensor of the CPU, whose reader moves it to a device."""
+        return self.raw.__reduce_ex__(protocol)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return _run(func, *args, **(kwargs or {}))
@@ -136,19 +150,75 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
     if device is not None:
         kwargs["device"] = torch.device("cpu")
     result = func(*tree_map(_raw, args), **tree_map(_raw, kwargs))
-    if to_host:
+    if to_host or result is None:  # in place on a list of tensors
         return result
+    if name.startswith("c10d::"):  # collectives write into their tensors, and return them with a handle
+        return (args[0], result[-1]) if isinstance(result, tuple) else result
     if name.endswith("_") and not name.endswith("__"):  # in place: the tensor that was given
         return args[0]
     return tree_map(lambda x: Emulated(x) if isinstance(x, torch.Tensor) else x, result)
 
 
-def register() -> torch.library.Library:
+def _constructor(make: Any) -> Any:
+    """A function that makes a tensor from Python numbers: torch cannot dispatch its copy to the device."""
+
+    @functools.wraps(make)
+    def made(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        if device is None or torch.device(device).type != "emu":
+            return make(*args, device=device, **kwargs)
+        return make(*args, **kwargs).to(device)
+
+    return made
+
+
+def _moving(to: Any) -> Any:
+    """`model.to`, which on other devices keeps its Parameter objects, and so what is tied."""
+
+    @functools.wraps(to)
+    def moved(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        if device is None or device.type != "emu":
+            return to(module, *args, **kwargs)
+        if all(isinstance(p, Emulated) for p in module.parameters()):
+            return module
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            return to(module, *args, **kwargs)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+
+    return moved
+
+
+def _lowered(func: Any) -> Any:
+    """The rule of autocast for an operation on products: operands in its dtype."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
+            dtype = torch.get_autocast_dtype("emu")
+            lower = lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x  # noqa: E731
+            return func(*tree_map(lower, args), **tree_map(lower, kwargs))
+
+    return run
+
+
+def _register_autocast() -> list[torch.library.Library]:
+    rest, products = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    for name in PRODUCTS:
+        products.impl(name, _lowered(getattr(torch.ops.aten, name).default), "AutocastPrivateUse1")
+    return [rest, products]
+
+
+def register() -> list[torch.library.Library]:
     """Make torch.device("emu") usable in this process, once. Its rules live as long as what is returned."""
+    nn.Module.to = _moving(nn.Module.to)
+    torch.tensor = _constructor(torch.tensor)
+    torch.as_tensor = _constructor(torch.as_tensor)
     _setup_privateuseone_for_python_backend("emu", backend_module=_Module())
     library = torch.library.Library("_", "IMPL")
     library.fallback(_run, "PrivateUse1")
-    return library
+    return [library, *_register_autocast()]
 
 
 def leave(code: int = 0) -> None:
