@@ -26,9 +26,11 @@ NAME = "card"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="PATH", help="folder of a saved model, with privacy.json")
     parser.add_argument(
-        "--tuning-runs", type=whole(1), help="number of runs on these records, this one included; the mean if it was random"
+        "--tuning-runs",
+        type=whole(1),
+        help="number of runs on these records, with this one; the mean if it was random",
     )
-    parser.add_argument("--law", choices=LAWS, default="fixed", help="how that number was chosen (default: %(default)s)")
+    parser.add_argument("--law", choices=LAWS, default="fixed", help="how it was chosen (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:

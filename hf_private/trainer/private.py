@@ -140,7 +140,7 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
             check_size(self.expected_batch_size, self.dp_config.target_delta, drawn or 0)
 
     def _check_settings(self) -> None:
-        """Refuse what would void the guarantee; again at each `train()`, for all of it can be set later, too."""
+        """Refuse settings that void the guarantee. Each `train()` checks again: settings may have changed since."""
         problems = refusals(
             self.args,
             train_dataset=self.train_dataset,
