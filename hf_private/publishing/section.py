@@ -11,6 +11,7 @@ from typing import Any
 from hf_private.spending.statement import STATEMENT, to_text
 
 from .curve import curve_svg
+from .pictures import tradeoff_svg
 from .template_versions import template
 
 TAGS = ("differential-privacy", "differential_privacy", "dp-sgd")
@@ -31,10 +32,13 @@ def render_caution(statement: dict[str, Any]) -> str:
 
 
 def render_curve(statement: dict[str, Any]) -> str | None:
-    """The picture of delta(epsilon); None for a run that is not private."""
+    """The picture of what attacks can find, in 0.1.0 of delta(epsilon); None for a run that is not private."""
     guarantee = statement["guarantee"]
     if not statement["private"] or not guarantee["curve"]:
         return None
+    if risk := guarantee.get("risk"):
+        marked = {float(rate): found for rate, found in risk["tpr_at_fpr"].items()}
+        return tradeoff_svg([(point["fpr"], point["tpr"]) for point in risk["tradeoff"]], marked, alone=True) + "\n"
     bounds = guarantee["accountants"]
     epsilon = bounds["prv" if "prv" in bounds else "pld"]["upper"]
     return curve_svg(guarantee["curve"], epsilon, guarantee["delta"])
@@ -90,7 +94,6 @@ def template_fields(statement: dict[str, Any]) -> dict[str, str]:
         "size": f"{unit['num_units']:,} units"
         if unit.get("sampling") == "units"
         else f"{dataset['num_records']} records",
-        "curve_unit": "unit" if unit.get("sampling") == "units" else "record",
         "odds": _best_guess(guarantee),
         **_attacks(guarantee.get("risk") or {}),
         "reasons": "; ".join(statement["not_private_because"]),
@@ -118,6 +121,7 @@ def template_fields(statement: dict[str, Any]) -> dict[str, str]:
     }
     blocks = {
         "unit_row": _unit_row(unit),
+        "objective_row": _objective_row(mechanism.get("objective")),
         "quoted_reasons": "\n".join(f"> - {reason}" for reason in statement["not_private_because"]),
         "not_covered": _bullets(statement["scope"]["not_covered"]),
         "caveats": _bullets(statement["caveats"] or ["Nothing beyond the above."]),
@@ -141,6 +145,11 @@ def _unit_row(unit: dict[str, Any]) -> str:
     k = unit["records_per_unit"]
     most = f"at most {k} record{'' if k == 1 else 's'} of one in a step; {unit['sampling']} are drawn"
     return f"\n| Privacy unit | per `{unit['column']}`; {unit['num_units']:,} units; {most} |"
+
+
+def _objective_row(objective: str | None) -> str:
+    """A row of the table for an objective that has a name; empty otherwise."""
+    return "" if objective is None else f"\n| Objective | {_cell(objective)} |"
 
 
 def _cell(value: Any) -> str:

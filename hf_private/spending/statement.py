@@ -26,6 +26,7 @@ from .units import group_size
 
 STATEMENT = "privacy.json"
 SCHEMA_VERSION = 1
+TRADEOFF = 4  # every fourth point of the trade-off curve is stated
 CURVE = tuple(step / 10 for step in range(1, 17))  # points of delta(epsilon), as multiples of the claimed epsilon
 
 MORE_RECORDS = "people who contributed more records than the privacy unit says"
@@ -121,7 +122,7 @@ def build_statement(facts: dict[str, Any], weights: dict[str, str]) -> dict[str,
                 for name, (low, middle, up) in sorted(report.bounds.items())
             },
             "curve": _curve(events, report.epsilon),
-            "risk": None if reasons else statement_risk(facts).to_dict(),
+            "risk": None if reasons else _stated(statement_risk(facts)),
         },
         "privacy_unit": _privacy_unit(settings, dataset),
         "adjacency": "add-or-remove-one",
@@ -137,6 +138,7 @@ def build_statement(facts: dict[str, Any], weights: dict[str, str]) -> dict[str,
             "method": describe_method(settings, facts.get("peft"), runs[-1].get("method") if runs else None),
             "peft": facts.get("peft"),
             "optimizer": facts.get("optimizer"),
+            **{name: settings[name] for name in ("objective",) if name in settings},
             "clip_norm": settings["clip_norm"],
             "clipping": settings["clipping"],
             "expected_batch_size": settings["expected_batch_size"],
@@ -184,6 +186,12 @@ def statement_risk(facts: dict[str, Any]) -> Risk:
     runs, law = tuning["runs"] or 1, tuning["law"] or "fixed"
     law = law if runs > 1 else "fixed"
     return risk(events, settings["target_delta"], group_size(settings), runs=runs, law=law)
+
+
+def _stated(found: Risk) -> dict[str, Any]:
+    """Attack rates with the trade-off curve, of which the card has a picture; all of it is rounded up."""
+    shown = [{"fpr": rate, "tpr": min(_ceil_digits(share, 4), 1.0)} for rate, share in found.curve[::TRADEOFF]]
+    return {**found.to_dict(), "tradeoff": shown}
 
 
 def rebuild(statement: dict[str, Any]) -> dict[str, Any]:

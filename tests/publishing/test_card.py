@@ -15,8 +15,10 @@ from markdown_it import MarkdownIt
 from hf_private import __version__
 from hf_private.accounting.composition import best_of_epsilon
 from hf_private.accounting.events import Event
+from hf_private.accounting.risk import risk
 from hf_private.publishing.card import CARD, render_card, split_card, weight_hashes, write_card
 from hf_private.publishing.curve import CURVE_FILE
+from hf_private.publishing.rounding import percent
 from hf_private.publishing.schema import violations
 from hf_private.publishing.section import TAGS, card_tags, render_section
 from hf_private.publishing.template_versions import in_own_words
@@ -258,6 +260,25 @@ def test_card_is_valid_markdown_with_links_that_resolve(version: str, tables: in
     assert targets and all((folder / target).is_file() for target in targets)
     assert [token.type for token in tokens].count("table_open") == tables
     ElementTree.fromstring((folder / CURVE_FILE).read_text())
+
+
+def test_the_picture_is_that_of_the_stated_trade_off_against_chance(tmp_path: Path) -> None:
+    given = facts()
+    given["versions"] = {**given["versions"], "hf_private": __version__}
+    folder = saved_model(tmp_path, given)
+    stated = (read_statement(folder) or {})["guarantee"]["risk"]
+    bounds = risk([Event.from_dict(one) for one in given["ledger"]["events"]], given["settings"]["target_delta"])
+    curve = dict(bounds.curve)
+    for point in stated["tradeoff"]:
+        assert curve[point["fpr"]] <= point["tpr"] <= min(1.001 * curve[point["fpr"]], 1.0)
+    assert [stated["tradeoff"][i]["fpr"] for i in (0, -1)] == [1e-5, 1.0]
+    picture = ElementTree.fromstring((folder / CURVE_FILE).read_text())
+    texts = [element.text or "" for element in picture.iter("{http://www.w3.org/2000/svg}text")]
+    for found in stated["tpr_at_fpr"].values():
+        assert f"≤ {percent(found)}" in texts
+    assert "guessing at random" in texts and "prefers-color-scheme:dark" in (folder / CURVE_FILE).read_text()
+    page = picture.find("{http://www.w3.org/2000/svg}rect")
+    assert page is not None and page.get("class") == "page", "it does not rely on the page that shows it"
 
 
 def test_warnings_are_in_the_record() -> None:

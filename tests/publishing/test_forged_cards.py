@@ -449,10 +449,20 @@ def test_claims_are_found_once_and_in_order() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["accuracy", "advantage", "mu"])
+ATTACK_RATES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "accuracy": lambda risk: risk.update(accuracy=0.05),
+    "advantage": lambda risk: risk.update(advantage=0.05),
+    "mu": lambda risk: risk.update(mu=0.05),
+    "tpr_at_fpr.0.01": lambda risk: risk["tpr_at_fpr"].update({"0.01": 0.0101}),
+    "tradeoff[12].tpr": lambda risk: risk["tradeoff"][12].update(tpr=0.0101),
+    "tradeoff": lambda risk: risk.update(tradeoff=[]),
+}
+
+
+@pytest.mark.parametrize("name", ATTACK_RATES)
 def test_an_edited_attack_rate_is_caught(tmp_path: Path, name: str) -> None:
     """Attack rates follow from the steps, like epsilon; the card is rendered anew from the edited statement."""
     folder = saved_model(tmp_path, facts_of(__version__))
     assert verify(folder).code == 0
-    state(lambda statement: statement["guarantee"]["risk"].__setitem__(name, 0.05))(folder)
+    state(lambda statement: ATTACK_RATES[name](statement["guarantee"]["risk"]))(folder)
     assert any(f"`guarantee.risk.{name}`" in message for message in statuses(folder)["wrong"])

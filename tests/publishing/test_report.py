@@ -16,12 +16,12 @@ import yaml
 
 from hf_private.accounting.events import Event
 from hf_private.accounting.risk import risk
+from hf_private.publishing.pictures import budget_svg, tradeoff_svg
 from hf_private.publishing.report.content import Joint, Report, build_report, statement_risk
 from hf_private.publishing.report.cyclonedx import to_cyclonedx
 from hf_private.publishing.report.history import MOST_PHASES, history
 from hf_private.publishing.report.markdown import to_markdown
 from hf_private.publishing.report.page import to_html
-from hf_private.publishing.report.pictures import budget_svg, tradeoff_svg
 from hf_private.publishing.report.registry import FILL_IN, to_registry, to_yaml
 from hf_private.publishing.verify import Finding, Verdict, verify
 from hf_private.spending.statement import build_statement, rebuild

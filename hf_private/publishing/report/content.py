@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_private.accounting.risk import Risk
+from hf_private.publishing.pictures import budget_svg, tradeoff_svg
+from hf_private.publishing.rounding import decimals, percent
 from hf_private.publishing.section import unit_name
 from hf_private.publishing.verify import HOLDS, SCOPE, UNKNOWN, WRONG, Verdict
 from hf_private.spending.statement import statement_risk, to_text
 
 from .answers import Answer, answers, number_of_units
 from .history import Phase, history
-from .pictures import budget_svg, tradeoff_svg
-from .rounding import decimals, percent
 
 PRIORS = (0.01, 0.1)  # at which the accuracy of the best guess is given, besides even odds
 NOT_PRIVATE, CLAIM_WRONG, PRIVATE = "not private", "wrong", "private"

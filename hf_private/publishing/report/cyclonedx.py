@@ -4,8 +4,9 @@ import base64
 import uuid
 from typing import Any
 
+from hf_private.publishing.pictures import tradeoff_svg
+
 from .content import PRIVATE, Report, sha256, unit
-from .pictures import tradeoff_svg
 
 
 def to_cyclonedx(report: Report) -> dict[str, Any]:

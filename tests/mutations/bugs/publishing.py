@@ -152,7 +152,7 @@ MUTANTS = (
     ),
     Mutant(
         "a report rounds attack rates down",
-        "publishing/report/rounding.py",
+        "publishing/rounding.py",
         (("math.ceil(share *", "math.floor(share *"),),
         "tests/publishing/test_report.py::test_golden_attack_rates_are_shown",
     ),

@@ -1,4 +1,4 @@
-"""Numbers of a report as text. A risk is rounded up: it must never look smaller than it is."""
+"""Numbers of a report or a picture as text. A risk is rounded up: it must never look smaller than it is."""
 
 import math
 

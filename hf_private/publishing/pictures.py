@@ -1,4 +1,4 @@
-"""Pictures of a report as SVG: no plotting library, no scripts, readable on light and dark pages and on paper."""
+"""Pictures of a card and of a report as SVG: no plotting library, no scripts, readable on light and dark pages."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,11 +10,13 @@ WIDTH, HEIGHT = 620, 360
 LEFT, RIGHT, TOP, BOTTOM = 74, 26, 16, 52
 # A style inside an SVG reaches the whole page: the names are ours alone.
 STYLE = """\
-.hfp{--ink:#1f2933;--faint:#d5dbe1;--line:#1d5fb8;--chance:#6b7785;--mark:#b5400f;--safe:#1d5fb8;background:none}
-@media (prefers-color-scheme:dark){.hfp{--ink:#e4e8ec;--faint:#3a434d;--line:#7db4ff;--chance:#9aa6b2;--mark:#ff9d6b;\
---safe:#7db4ff}}
-@media print{.hfp{--ink:#000;--faint:#ccc;--line:#1d5fb8;--chance:#555;--mark:#b5400f;--safe:#1d5fb8}}
+.hfp{--page:#fff;--ink:#1f2933;--faint:#d5dbe1;--line:#1d5fb8;--chance:#6b7785;--mark:#b5400f;--safe:#1d5fb8;\
+background:none}
+@media (prefers-color-scheme:dark){.hfp{--page:#161b22;--ink:#e4e8ec;--faint:#3a434d;--line:#7db4ff;--chance:#9aa6b2;\
+--mark:#ff9d6b;--safe:#7db4ff}}
+@media print{.hfp{--page:#fff;--ink:#000;--faint:#ccc;--line:#1d5fb8;--chance:#555;--mark:#b5400f;--safe:#1d5fb8}}
 .hfp text{fill:var(--ink);font:13px system-ui,sans-serif}
+.hfp .page{fill:var(--page)}
 .hfp .grid{stroke:var(--faint);stroke-width:1;fill:none}
 .hfp .line{stroke:var(--line);stroke-width:2.5;fill:none}
 .hfp .chance{stroke:var(--chance);stroke-width:1.5;stroke-dasharray:6 5;fill:none}
@@ -25,12 +27,13 @@ STYLE = """\
 DECADES = range(-5, 1)
 
 
-def tradeoff_svg(curve: Iterable[tuple[float, float]], marked: Mapping[float, float]) -> str:
+def tradeoff_svg(curve: Iterable[tuple[float, float]], marked: Mapping[float, float], *, alone: bool = False) -> str:
     """Members found against false alarms, both on logarithmic axes, with guessing at random for comparison.
 
     Args:
         curve: (false alarms, members found at most), as `Risk.curve`.
         marked: points to label, as `Risk.tpr`.
+        alone: for a file of its own, on a page of its own colour: whoever shows it may have other colours.
 
     >>> tradeoff_svg([(1e-5, 1e-3), (1.0, 1.0)], {0.01: 0.1}).startswith("<svg")
     True
@@ -64,7 +67,7 @@ def tradeoff_svg(curve: Iterable[tuple[float, float]], marked: Mapping[float, fl
         _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, "false alarms (people wrongly taken for members)", "middle"),
         _upright("members found"),
     ]
-    return _svg("Members that an attack finds against its false alarms: upper bound and chance", parts)
+    return _svg("Members that an attack finds against its false alarms: upper bound and chance", parts, alone)
 
 
 def budget_svg(phases: Sequence[Sequence[tuple[int, float]]], target: float | None = None) -> str:
@@ -102,12 +105,15 @@ def budget_svg(phases: Sequence[Sequence[tuple[int, float]]], target: float | No
     return _svg("Epsilon after each step", parts)
 
 
-def _svg(title: str, parts: Iterable[str]) -> str:
+def _svg(title: str, parts: Iterable[str], alone: bool = False) -> str:
+    size = f' width="{WIDTH}" height="{HEIGHT}"' if alone else ""
+    page = [f'<rect class="page" width="{WIDTH}" height="{HEIGHT}"/>'] if alone else []
     return "\n".join(
         (
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="hfp" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="hfp" viewBox="0 0 {WIDTH} {HEIGHT}"{size} role="img">',
             f"<title>{escape(title)}</title>",
             f"<style>{STYLE}</style>",
+            *page,
             *parts,
             "</svg>",
         )
