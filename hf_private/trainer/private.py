@@ -148,7 +148,8 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
             compute_loss_func=self.compute_loss_func,
             custom_compute_loss=type(self).compute_loss is not self.objective_of.compute_loss,
         )
-        if found := [*problems, *refused_overrides(self)]:
+        found = [*problems, *refused_overrides(self)]
+        if found:
             raise ValueError("\n".join(found))
         self.evaluation_guard.check(self.eval_dataset)
 
@@ -222,7 +223,8 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
         method = self.create_method()
         self.provenance.find_trainings()  # before FSDP2 replaces the parameters
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        if steps := max(max_steps - self.state.global_step, 0):
+        steps = max(max_steps - self.state.global_step, 0)
+        if steps:
             self._attach(method, train_dataloader.batch_sampler.sample_rate, steps)
             checkpoint = resume_from_checkpoint
             method.begin_run(

@@ -29,7 +29,7 @@ def to_registry(report: Report) -> dict[str, Any]:
     number = number_of_units(statement)
     level = "Record-level" if k == 1 else f"Person-level (up to {k} records)"
     tuning = statement["tuning"]["runs"]
-    loss = {
+    loss: dict[str, Any] = {
         "privacy_unit": f"Unit-level ({column})" if column else level,
         "privacy_unit_details": text["Unit of privacy"],
         "privacy_parameters": {"epsilon": guarantee["epsilon"], "delta": guarantee["delta"]},
