@@ -92,21 +92,33 @@ class Mechanism:
         self.ranks.begin_step(self.parameters)
         if not self.noise.reproducible:
             reseed_global()  # a dropout mask that somebody can replay is a side channel
-        with full_precision(next(iter(self.parameters.values())).device):
-            sums = run_collectively(self.ranks, self.model, self._clipped_sums, micro_batches)
-        self.ranks.all_reduce_({block: sums[block] for block in sums if block not in self.shards.rows})
-        stds = self.method.stds(self.noise_multiplier, self.clipping.clip_norm)
-        offsets = {block: offset for block, offset in self.shards.offsets().items() if block in sums}
-        self.noise.add_(self.steps, sums, stds, offsets)
+        with self.noise:
+            with full_precision(next(iter(self.parameters.values())).device):
+                sums = run_collectively(self.ranks, self.model, self._clipped_sums, micro_batches)
+            self.ranks.all_reduce_({block: sums[block] for block in sums if block not in self.shards.rows})
+            self.noise.add_(self.steps, sums, self._stds(), self._offsets())
         for block in sums.values():
             block.div_(self.expected_batch_size)
         for name, p in self.parameters.items():  # one at a time: under FSDP2 a whole gradient is large
             p.grad = self.shards.gradient(name, self.method.gradient(name, sums), whole=name not in sums)
         self.steps += 1
 
+    def _stds(self) -> dict[str, float]:
+        return self.method.stds(self.noise_multiplier, self.clipping.clip_norm)
+
+    def _offsets(self) -> dict[str, int]:
+        return {block: offset for block, offset in self.shards.offsets().items() if block in self.method.blocks}
+
+    def _begin_noise(self) -> None:
+        """Let free cores compute the noise of this step while the passes run."""
+        sizes = {block: self.shards.shape(block, shape).numel() for block, shape in self.method.blocks.items()}
+        device = next(iter(self.parameters.values())).device
+        self.noise.begin(self.steps, sizes, self._stds(), device, self._offsets())
+
     def _clipped_sums(self, micro_batches: Iterable[Batch]) -> dict[str, Tensor]:
         """Sum of the clipped per-sample gradients by block; zeros where no record reached the block."""
         self.method.begin_step(self.steps)
+        self._begin_noise()
         sums: dict[str, Tensor] = {}
         if self.nonprivate is not None:
             self.nonprivate = {"loss_sum": 0.0, "batch_size": 0, "nonfinite_records": 0}

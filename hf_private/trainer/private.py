@@ -29,7 +29,7 @@ from hf_private.spending.spending import LEDGER, Spending
 from hf_private.tasks.losses import PerSampleLoss
 from hf_private.tasks.units import UnitColumn
 
-from .callbacks import PrivacyCallback, UpdateCallback
+from .callbacks import PrivacyCallback, UpdateCallback, show_epsilon_in_notebooks
 from .data_guards import EvaluationGuard
 from .facts import public_facts
 from .guards import (
@@ -79,6 +79,7 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
         dp_config: DPConfig | None = None,
         per_sample_loss: Callable[[Any, Any], Tensor] | None = None,
         anchor_dataset: Any = None,
+        public_examples: Any = None,
         continues: str | Path | None = None,
         **arguments: Any,
     ) -> None:
@@ -93,6 +94,7 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
             )
         self.per_sample_loss = per_sample_loss
         self.anchor_dataset = anchor_dataset
+        self.public_examples = public_examples
         self._given_batch_size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         self.expected_batch_size = dp_config.expected_batch_size or self._given_batch_size
         self.evaluation_guard = EvaluationGuard(self)
@@ -127,6 +129,7 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
         self.callback_handler.callbacks[:0] = [self.privacy_callback, UpdateCallback(self.provenance.note_update)]
         self.log_filter = LogFilter(self.dp_config)
         self.log_filter.keep_first(self.callback_handler)
+        show_epsilon_in_notebooks(self.callback_handler)
         self.graceful_stop = GracefulStop(self.ranks)
         self.step_guard = PrivateStepGuard()
         for callback in (self.graceful_stop, self.step_guard):
