@@ -155,12 +155,14 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     """The optimizer must update exactly the Parameter objects whose gradients are made private."""
     engine = {id(p): name for name, p in trainable(model).items()}
     held = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    if missing := [name for key, name in engine.items() if key not in held]:
+    missing = [name for key, name in engine.items() if key not in held]
+    if missing:
         raise ValueError(
             f"`optimizers` must hold every trainable parameter of the model, got one without `{missing[0]}`"
             f" ({len(missing)} in all). Build it from trainer.model.parameters(), or freeze them."
         )
-    if strangers := held.keys() - engine.keys():
+    strangers = held.keys() - engine.keys()
+    if strangers:
         raise ValueError(
             f"`optimizers` must hold parameters of the model only, got {len(strangers)} others. It was built for"
             " a different copy of the model: build it from trainer.model.parameters()."
@@ -170,7 +172,8 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
 def check_parameters(model: nn.Module, engine: Mapping[str, nn.Parameter]) -> None:
     """The trainable parameters must not change during a run: the engine clips and adds noise to exactly these."""
     now = trainable(model)
-    if odd := [name for name in {**engine, **now} if now.get(name) is not engine.get(name)]:
+    odd = [name for name in {**engine, **now} if now.get(name) is not engine.get(name)]
+    if odd:
         what = "replaced"
         if odd[0] not in now:
             what = "frozen"

@@ -148,7 +148,7 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
             check_size(self.expected_batch_size, self.dp_config.target_delta, drawn or 0)
 
     def _check_settings(self) -> None:
-        """Refuse what would void the guarantee; again at each `train()`, for all of it can be set later, too."""
+        """Refuse settings that void the guarantee. Each `train()` checks again: settings may have changed since."""
         problems = refusals(
             self.args,
             train_dataset=self.train_dataset,
@@ -156,7 +156,8 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
             compute_loss_func=self.compute_loss_func,
             custom_compute_loss=type(self).compute_loss is not self.objective_of.compute_loss,
         )
-        if found := [*problems, *refused_overrides(self)]:
+        found = [*problems, *refused_overrides(self)]
+        if found:
             raise ValueError("\n".join(found))
         self.evaluation_guard.check(self.eval_dataset)
 
@@ -230,7 +231,8 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
         method = self.create_method()
         self.provenance.find_trainings()  # before FSDP2 replaces the parameters
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        if steps := max(max_steps - self.state.global_step, 0):
+        steps = max(max_steps - self.state.global_step, 0)
+        if steps:
             self._attach(method, train_dataloader.batch_sampler.sample_rate, steps)
             checkpoint = resume_from_checkpoint
             method.begin_run(

@@ -18,7 +18,7 @@ MUTANTS = (
     Mutant(
         "a parameter that is unfrozen in a run is left out, silently",
         "trainer/guards.py",
-        (("if odd := [name for", "if False and [name for"),),
+        (("    if odd:\n", "    if False:\n"),),
         "tests/trainer/test_guards.py::test_what_is_trained_stays_so_in_a_run[unfrozen]",
     ),
     Mutant(
@@ -102,9 +102,9 @@ MUTANTS = (
         "trainer/private.py",
         (
             (
-                "if steps := max(max_steps - self.state.global_step, 0):",
-                "if steps := max(max_steps - self.state.global_step, 0) // (self._given_batch_size"
-                " // self.args.per_device_train_batch_size):",
+                "steps = max(max_steps - self.state.global_step, 0)\n",
+                "steps = max(max_steps - self.state.global_step, 0) // (self._given_batch_size"
+                " // self.args.per_device_train_batch_size)\n",
             ),
         ),
         "tests/test_field_bugs.py::test_accumulation_changes_neither_steps_nor_sample_rate",
