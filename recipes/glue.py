@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import data
 import evaluate
+import twin
 from data import model_path, split_off
 from datasets import Dataset, DatasetInfo
 from options import PUBLIC, RecipeOptions, parse
@@ -81,6 +82,13 @@ class GlueOptions(RecipeOptions):
             "choices": ["first", "mean"],
         },
     )
+    twin: str | None = field(
+        default=None,
+        metadata={
+            "help": "Train the twin without noise on public records instead, to see whether the settings learn at all:"
+            " a local file, or `made-up`."
+        },
+    )
     attn_implementation: str | None = field(
         default=None, metadata={"help": "As in from_pretrained. On a CPU, `eager` is fast for short inputs."}
     )
@@ -125,6 +133,11 @@ def load_data(options: GlueOptions, tokenizer: PreTrainedTokenizerBase) -> tuple
     hub = ("nyu-mll/glue", options.task)
     columns = (*task.columns, "label")
     train_set = data.load(options.task, "train", options.data_dir, ("train",), hub, "train", columns=columns)
+    if options.twin:
+        count = min(len(train_set) - options.holdout, options.max_train_records or len(train_set))
+        sets = twin.records(options.twin, count, task.columns, len(task.labels))
+        train_set, dev = (tokenized(part, task, tokenizer, options.max_length) for part in sets)
+        return train_set, {"": dev}
     dev_sets = {}
     for name, (hub_split, files) in task.dev.items():
         dev = data.load(options.task, "dev", options.data_dir, files, hub, hub_split, columns=columns)
@@ -149,6 +162,8 @@ def load_anchors(options: GlueOptions, tokenizer: PreTrainedTokenizerBase) -> Da
 
 def main(argv: list[str] | None = None) -> dict:
     options, dp_config, args = parse(GlueOptions, __doc__, argv)
+    if options.twin:
+        dp_config = twin.without_noise(dp_config)
     model, tokenizer = load_model(options, args.seed)
     with args.main_process_first():
         train_set, dev_sets = load_data(options, tokenizer)
@@ -171,7 +186,10 @@ def main(argv: list[str] | None = None) -> dict:
         compute_metrics=compute_metrics,
     )
     took = train(trainer, options)
-    return finish(trainer, options, trainer.evaluate(), took)
+    results = finish(trainer, options, trainer.evaluate(), took)
+    if options.twin and trainer.is_world_process_zero():
+        print(twin.verdict(results["metrics"]["eval_accuracy"], dev_sets[""]["labels"]))
+    return results
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Noise and steps for a budget that is an attacker's advantage instead of an epsilon.
+"""Noise for a budget that is an attacker's advantage instead of an epsilon.
 
 The advantage (true minus false positive rate of the best attack) is what epsilon is meant to limit. Between plans with
 the same epsilon it differs: a budget in its terms allows less noise where epsilon is pessimistic.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from statistics import NormalDist
 
 import numpy as np
@@ -30,6 +30,7 @@ def calibrate_risk(
     steps: int,
     spent: Iterable[Event] = (),
     records_per_unit: int = 1,
+    tick: Callable[[], object] = lambda: None,
 ) -> float:
     """Smallest noise multiplier, rounded up to 6 decimals, that keeps every attack's advantage within `target_risk`.
 
@@ -42,6 +43,7 @@ def calibrate_risk(
             most a is right at most (1 + a) / 2 of the time, if members and others are equally likely.
         spent: earlier steps on the same records.
         records_per_unit: the attacker looks for a person with up to so many records.
+        tick: called before each use of the accountant, which may take seconds, to show progress.
 
     >>> sigma = calibrate_risk(0.1, sample_rate=0.03, steps=680)
     >>> round(sigma, 2), risk([Event(0.03, (sigma,), 680)], 1e-5).advantage <= 0.1
@@ -62,9 +64,11 @@ def calibrate_risk(
         return (*spent, Event(sample_rate, (sigma,), steps))
 
     def excess(sigma: float) -> float:
+        tick()
         return risk(plan(sigma), None, records_per_unit).advantage - goal
 
-    def roughly(sigma: float) -> float:  # in a hundredth of the time, and hardly more
+    def roughly(sigma: float) -> float:  # in a fraction of the time, and hardly more
+        tick()
         return _rough_advantage(plan(sigma), records_per_unit) - goal
 
     low = high = max(_guess(target_risk, sample_rate * records_per_unit, steps), LEAST_NOISE)
@@ -105,32 +109,6 @@ def _rough_advantage(events: tuple[Event, ...], records: int) -> float:
     except accountants.FAILURES:
         return risk(events, None, records).advantage
     return min(float(hockey_stick(*direction, np.zeros(1))[0]) for direction in losses)
-
-
-def steps_within_risk(
-    target_risk: float, event: Event, spent: Iterable[Event] = (), *, at_most: int, records_per_unit: int = 1
-) -> int:
-    """Largest number of further charges of `event`, up to `at_most`, that keeps the advantage within `target_risk`.
-
-    >>> steps_within_risk(0.1, Event(0.03, (3.2,)), at_most=1000)
-    687
-    """
-    probability(target_risk=target_risk)
-    integer_at_least(0, at_most=at_most)
-    integer_at_least(1, records_per_unit=records_per_unit)
-    spent = tuple(spent)
-
-    def fits(charges: int) -> bool:
-        plan = (*spent, Event(event.sample_rate, event.releases, charges * event.steps, event.sampling))
-        return risk(plan, None, records_per_unit).advantage <= target_risk
-
-    if not fits(0):
-        return 0
-    low, high = 0, at_most + 1  # the largest number that fits is at least `low`, and below `high`
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def _guess(target_risk: float, sample_rate: float, steps: int) -> float:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 from transformers.utils import logging
 
 from hf_private.spending.spending import NOT_PRIVATE, Spending
@@ -62,6 +63,15 @@ class PrivacyCallback(TrainerCallback):
                 state.log_history.append({"privacy_budget_spent": True, "step": state.global_step})
                 logger.warning(f"The privacy budget is spent: training stops at step {state.global_step}.")
             control.should_training_stop = True
+
+
+def show_epsilon_in_notebooks(handler: CallbackHandler) -> None:
+    """Replace Trainer's table of metrics in Jupyter, if it is used, by one that has epsilon in it."""
+    for index, callback in enumerate(handler.callbacks):
+        if type(callback).__name__ == "NotebookProgressCallback":
+            from .notebook import PrivateNotebookProgress  # it needs IPython
+
+            handler.callbacks[index] = PrivateNotebookProgress()
 
 
 class UpdateCallback(TrainerCallback):
