@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers as hf
@@ -21,6 +22,7 @@ from hf_private.mechanism.step import Mechanism
 from hf_private.tasks.losses import PerSampleLoss
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 EXACT = 1e-4  # relative difference from autograd in float32
 NUMBERS = 1 << 20
 DEVIATIONS = 5  # of the mean and of the variance of the noise: exceeded once in a million runs
@@ -53,10 +55,10 @@ def environment(device: torch.device) -> str:
     return f"{name}; torch {torch.__version__}, transformers {hf.__version__}, Python {platform.python_version()}"
 
 
-def _model(device: torch.device, **size: int) -> nn.Module:
+def _model(device: torch.device, size: dict[str, Any]) -> nn.Module:
     torch.manual_seed(0)
-    config = hf.BertConfig(**size, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    return hf.BertForSequenceClassification(config).to(device)
+    model: Any = hf.BertForSequenceClassification(hf.BertConfig(**size | NO_DROPOUT))
+    return model.to(device)
 
 
 def _batch(model: nn.Module, loss: PerSampleLoss, records: int, tokens: int, device: torch.device) -> dict:
@@ -73,7 +75,7 @@ def _batch(model: nn.Module, loss: PerSampleLoss, records: int, tokens: int, dev
 
 def _exact(device: torch.device) -> Check:
     """Norms and a clipped sum against a loop of plain autograd over the records, on the device."""
-    model = _model(device, **SMALL)
+    model = _model(device, SMALL)
     loss = PerSampleLoss(model)
     batch = _batch(model, loss, 4, 16, device)
     with BookKeeper(model) as book:
@@ -148,23 +150,25 @@ def waits_in(step: Callable[[], None], device: torch.device) -> int | None:
 
 
 def _waits(device: torch.device) -> Check:
-    model = _model(device, **SMALL)
+    model = _model(device, SMALL)
     loss = PerSampleLoss(model)
     plain, private = _steps(model, loss, _batch(model, loss, 4, 16, device))
     for step in (plain, private):  # the first one learns the layouts
         step()
-    counts = waits_in(plain, device), waits_in(private, device)
-    if None in counts:
+    of_plain, of_private = waits_in(plain, device), waits_in(private, device)
+    if of_plain is None or of_private is None:
         return Check("waits for the device in a step", "not counted on this device")
-    return Check("waits for the device in a step", f"plain {counts[0]}, private {counts[1]}", counts[1] <= counts[0])
+    text = f"plain {of_plain}, private {of_private}"
+    return Check("waits for the device in a step", text, of_private <= of_plain)
 
 
 def _cost(device: torch.device) -> Check:
     """Time and memory of a private step, by those of plain forward and backward passes of the same model."""
-    model = _model(device, **({} if device.type == "cuda" else SMALL))
+    model = _model(device, {} if device.type == "cuda" else SMALL)
     loss = PerSampleLoss(model)
     batch = _batch(model, loss, 8, 128, device)
-    seconds, peaks = [], []
+    seconds: list[float] = []
+    peaks: list[int] = []
     for step in _steps(model, loss, batch):
         step()
         if device.type == "cuda":
@@ -176,9 +180,10 @@ def _cost(device: torch.device) -> Check:
             _finish(model)
             times.append(time.perf_counter() - began)
         seconds.append(min(times))
-        peaks.append(torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None)
+        if device.type == "cuda":
+            peaks.append(torch.cuda.max_memory_allocated(device))
     text = f"private step with noise: speed {seconds[0] / seconds[1]:.2f}"
-    if None not in peaks:
+    if peaks:
         text += f", memory {peaks[1] / peaks[0]:.2f}"
     return Check("cost relative to plain passes", text)
 
