@@ -1,10 +1,12 @@
 """What a DPTrainer asks of its data: checks before the first charge, made-up batches, evaluation on other records."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Trainer
 
 from hf_private.tasks.collators import check_collator
 from hf_private.tasks.dataset_check import check_dataset
@@ -37,7 +39,19 @@ def check_data(trainer: "LoadingMixin", dataset: Any, logical: LogicalCollator, 
         progress = not trainer.args.disable_tqdm
         trainer.ranks.run_on_first(check_dataset, trainer.as_inputs(dataset), logical.collate, limits, progress)
     if logical.max_rows > 1:
-        check_collator(logical.collate, dataset, trainer.model)
+        check_collator(_as_batch(trainer, logical), dataset, trainer.model)
+
+
+def _as_batch(trainer: "LoadingMixin", logical: LogicalCollator) -> Callable[[list[Any]], Any]:
+    """What makes of records the batch that the model gets: the collator, and a subclass's `_prepare_inputs`."""
+    if type(trainer)._prepare_inputs is Trainer._prepare_inputs:
+        return logical.collate
+
+    def prepared(records: list[Any]) -> Any:
+        batch = trainer._prepare_inputs(logical.collate(records))
+        return {name: x.cpu() if isinstance(x, Tensor) else x for name, x in batch.items()}
+
+    return prepared
 
 
 def public_batch(

@@ -34,6 +34,7 @@ from .callbacks import PrivacyCallback, UpdateCallback, show_epsilon_in_notebook
 from .data_guards import EvaluationGuard
 from .facts import public_facts
 from .guards import (
+    ForwardGuard,
     PrivateStepGuard,
     check_gradients,
     check_optimizer,
@@ -101,6 +102,7 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
         self.evaluation_guard = EvaluationGuard(self)
         self._keys: Keys | None = None
         self._mechanism: Mechanism | None = None
+        self._forward_guard: ForwardGuard | None = None
         self._gradients_checked = False
         self.unit_column = UnitColumn(dp_config.unit_column)
         super().__init__(
@@ -126,15 +128,18 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
         )
         self.dp_config = self._with_checked_anchors(dp_config)
         self.privacy_callback = PrivacyCallback(self.spending)
+        self.step_guard = PrivateStepGuard()
         # before the user's callbacks, which may change weights, and before the reporters, which then see epsilon
-        self.callback_handler.callbacks[:0] = [self.privacy_callback, UpdateCallback(self.provenance.note_update)]
+        self.callback_handler.callbacks[:0] = [
+            self.privacy_callback,
+            UpdateCallback(self.provenance.note_update),
+            self.step_guard,
+        ]
         self.log_filter = LogFilter(self.dp_config)
         self.log_filter.keep_first(self.callback_handler)
         show_epsilon_in_notebooks(self.callback_handler)
         self.graceful_stop = GracefulStop(self.ranks)
-        self.step_guard = PrivateStepGuard()
-        for callback in (self.graceful_stop, self.step_guard):
-            self.add_callback(callback)
+        self.add_callback(self.graceful_stop)
 
     def _validate_args(self) -> None:
         self._check_settings()
@@ -144,7 +149,7 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
             check_size(self.expected_batch_size, self.dp_config.target_delta, drawn or 0)
 
     def _check_settings(self) -> None:
-        """Refuse what would void the guarantee; again at each `train()`, for all of it can be set later, too."""
+        """Refuse settings that void the guarantee. Each `train()` checks again: settings may have changed since."""
         problems = refusals(
             self.args,
             train_dataset=self.train_dataset,
@@ -152,7 +157,8 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
             compute_loss_func=self.compute_loss_func,
             custom_compute_loss=type(self).compute_loss is not self.objective_of.compute_loss,
         )
-        if found := [*problems, *refused_overrides(self)]:
+        found = [*problems, *refused_overrides(self)]
+        if found:
             raise ValueError("\n".join(found))
         self.evaluation_guard.check(self.eval_dataset)
 
@@ -226,7 +232,8 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
         method = self.create_method()
         self.provenance.find_trainings()  # before FSDP2 replaces the parameters
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        if steps := max(max_steps - self.state.global_step, 0):
+        steps = max(max_steps - self.state.global_step, 0)
+        if steps:
             self._attach(method, train_dataloader.batch_sampler.sample_rate, steps)
             checkpoint = resume_from_checkpoint
             method.begin_run(
@@ -265,6 +272,7 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
         model = self.accelerator.unwrap_model(self.model_wrapped)
         check_optimizer(self.optimizer, model)
         self._mechanism = build_mechanism(self, model, method, self._keys, sample_rate, steps)
+        self._forward_guard = ForwardGuard(model)
         self._gradients_checked = False
 
     # ---- one step
@@ -279,9 +287,11 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
             self.state.global_step -= 1
             return torch.zeros((), device=self.args.device)
         check_parameters(self._mechanism.model, self._mechanism.parameters)
+        assert self._forward_guard is not None
+        self._forward_guard.check()
         self.provenance.check_step()
         self._mechanism.step(as_unit_batch(part).map(self._ready) for part in inputs.micro_batches)
-        self.step_guard.released += 1
+        self.step_guard.note_release(self._mechanism.model)
         self.provenance.register_step()
         if not self._gradients_checked and inputs.size:
             check_gradients(self._mechanism.model, self.dp_config.is_private)
