@@ -4,6 +4,7 @@ A step is a forward and a backward pass; private engines also clip and sum, with
 other libraries are in peers.py.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from hf_private.gradients.bookkeeper import BookKeeper, trainable
 from hf_private.gradients.method import Method
 from hf_private.mechanism.clipping import Clipping
+from hf_private.mechanism.units import UnitBatch
 from hf_private.methods.carriers.config import CarrierConfig
 from hf_private.methods.gep.config import AnchorConfig
 from hf_private.methods.gep.public_data import AnchorBooks
@@ -95,9 +97,14 @@ def private(model: nn.Module, batch: dict, carriers: CarrierConfig | None = None
     return with_method(model, batch, resolve_method(carriers, model, seed=0))
 
 
-def with_method(model: nn.Module, batch: dict, method: Method) -> Step:
+def units(model: nn.Module, batch: dict) -> Step:
+    """Book-keeping of units: four rows each, if there are so many, whose mean gradient is clipped."""
+    return with_method(model, batch, resolve_method(None, model, seed=0), math.gcd(4, len(batch["labels"])))
+
+
+def with_method(model: nn.Module, batch: dict, method: Method, rows: int = 1) -> Step:
     """One micro-batch. Carriers, anchor subspaces and the open book belong to the logical step, which has many
-    micro-batches, so they are made once."""
+    micro-batches, so they are made once. `rows` of them are one unit."""
     method.attach(trainable(model))
     loss = PerSampleLoss(model)
     clipping = Clipping("flat", 1.0)
@@ -107,8 +114,11 @@ def with_method(model: nn.Module, batch: dict, method: Method) -> Step:
     book.backward(loss(model, {key: value[:2] for key, value in batch.items()}))
     book.pop_entries()
 
+    book.rows_per_record = rows
+    part = UnitBatch(batch, rows, rows)
+
     def step() -> None:
-        book.backward(loss(model, batch))
+        book.backward(part.losses(loss(model, batch), len(batch["labels"])))
         method.add_clipped_sums(book.pop_entries(), clipping, {})
 
     return step
@@ -149,6 +159,7 @@ def frozen(model: hf.PreTrainedModel, batch: dict) -> Step:
 OURS: dict[str, Callable[[hf.PreTrainedModel, dict], Step]] = {
     "plain": plain,
     "bk": private,
+    "bk-units": units,
     "rgp": lambda model, batch: private(model, batch, CarrierConfig(r=8)),
     "lsg": lambda model, batch: private(model, batch, CarrierConfig(r=8, sparsity=0.3)),
     "frozen": frozen,

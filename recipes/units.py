@@ -19,6 +19,7 @@ the training file are left out. This is right for public data: with private data
 import csv
 import gzip
 import os
+import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,8 +55,8 @@ class UnitOptions(RecipeOptions):
     max_length: int = field(default=48, metadata={"help": "Maximum length of a turn in tokens."})
 
 
-def read(split: str, options: UnitOptions, limit: int | None = None) -> list[dict[str, str]]:
-    """The user's turns of one file, each with its conversation."""
+def rows_of(split: str, options: UnitOptions) -> list[dict[str, str]]:
+    """All turns of one file, in its order."""
     folder = options.data_dir or os.environ.get("HF_PRIVATE_DATA")
     if folder is None:
         raise FileNotFoundError("No data: pass `--data_dir FOLDER` or set HF_PRIVATE_DATA.")
@@ -64,7 +65,12 @@ def read(split: str, options: UnitOptions, limit: int | None = None) -> list[dic
     if path is None:
         raise FileNotFoundError(f"No {split} data: there is no {' or '.join(map(str, places))}. Pass `--data_dir`.")
     with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE) if row["speaker"] == "U"]
+        return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+
+
+def read(split: str, options: UnitOptions, limit: int | None = None) -> list[dict[str, str]]:
+    """The user's turns of one file, each with its conversation."""
+    rows = [row for row in rows_of(split, options) if row["speaker"] == "U"]
     turns = [row for row in rows[:limit] if row["service"] in SERVICES]
     return [
         {"text": row["utterance"], "labels": SERVICES.index(row["service"]), UNIT: f"{split}:{row['dialogue']}"}
@@ -107,9 +113,9 @@ def main(argv: list[str] | None = None) -> dict:
     with args.main_process_first():
         turns = read("train", options, options.max_train_records)
         train_set = tokenized(turns, tokenizer, options.max_length)
-        dev_set = tokenized(
-            unseen(read("dev", options), turns)[: options.max_eval_records], tokenizer, options.max_length
-        )
+        dev_turns = unseen(read("dev", options), turns)
+        random.Random(0).shuffle(dev_turns)  # `max_eval_records` is then a random sample, not the first services
+        dev_set = tokenized(dev_turns[: options.max_eval_records], tokenizer, options.max_length)
     accuracy = evaluate.load(str(METRICS / "accuracy"))
 
     def compute_metrics(prediction) -> dict[str, float]:

@@ -7,6 +7,9 @@ right than the claimed epsilon allows, some part of the run (noise, clipping, sa
 
 A canary that is left out contributes nothing along its axis. It is still sampled, so that the number of records, which
 counts as public, does not depend on the coins.
+
+With `unit_column`, a canary is a unit: a person with twice as many records as may count in a step, all on one axis. So
+a run that clips each record where it should clip each unit, or that lets in more than `records_per_unit`, leaks.
 """
 
 import math
@@ -24,12 +27,12 @@ from torch.utils.data import Dataset
 from hf_private._validate import integer_at_least
 from hf_private.config import DPConfig
 from hf_private.gradients.bookkeeper import BookKeeper
+from hf_private.mechanism.units import Units, as_unit_batch
 from hf_private.tasks.losses import LABEL_NAMES, PerSampleLoss
-from hf_private.tasks.micro_batches import LogicalBatch
+from hf_private.tasks.micro_batches import LogicalBatch, LogicalCollator
 from hf_private.trainer.trainer import DPTrainer
 
 from .statistics import CONFIDENCE, OneRun, guess_coins
-from .step import refuse_units
 
 COLUMN = "canary"  # of a record: its canary number from 1 on, 0 if it is no canary, SILENT if it is left out
 SILENT = -1
@@ -83,19 +86,39 @@ class Canaries(nn.Module):
 
 
 class _WithCanaries(Dataset):
-    """A dataset with canaries after its own records: numbered copies of the first record."""
+    """A dataset with canaries after its own records: numbered copies of the first record.
 
-    def __init__(self, records: Any, numbers: np.ndarray) -> None:
+    Args:
+        records: The records of the run.
+        numbers: The number of each canary.
+        column: The column of the units, or None. All ids become numbers, which those of canaries continue.
+        units: The units of `records`, if there is a column.
+        copies: Records of each canary.
+    """
+
+    def __init__(
+        self,
+        records: Any,
+        numbers: np.ndarray,
+        column: str | None = None,
+        units: Units | None = None,
+        copies: int = 1,
+    ) -> None:
         self.records = records
         self.numbers = numbers
+        self.column = column
+        self.units = units
+        self.copies = copies
 
     def __len__(self) -> int:
-        return len(self.records) + len(self.numbers)
+        return len(self.records) + self.copies * len(self.numbers)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if index < len(self.records):
-            return {**self.records[index], COLUMN: 0}
-        return {**self.records[0], COLUMN: int(self.numbers[index - len(self.records)])}
+        canary = (index - len(self.records)) // self.copies
+        record = {**self.records[index if canary < 0 else 0], COLUMN: 0 if canary < 0 else int(self.numbers[canary])}
+        if self.column is not None and self.units is not None:
+            record[self.column] = int(self.units.unit_of[index]) if canary < 0 else len(self.units) + canary
+        return record
 
 
 class _Collator:
@@ -123,13 +146,14 @@ class CanaryTrainer(DPTrainer):
         super().__init__(*args, **kwargs)
         if self.model is None or self.model_init is not None:
             raise ValueError("`model_init` must be None in an audit: build the model before the trainer.")
-        refuse_units(self.dp_config)
         if math.isinf(self.dp_config.clip_norm):
             raise ValueError("`clip_norm` must be finite in an audit, got inf: there is no bound to test.")
         numbers = np.where(coins, np.arange(1, len(coins) + 1), SILENT)
         self.canaries = Canaries(len(coins), self.dp_config.clip_norm).to(next(self.model.parameters()))
         self.canaries.hook(self.model)
-        self.train_dataset = _WithCanaries(self.train_dataset, numbers)
+        units = self.unit_column.units(self.train_dataset)
+        copies = 1 if units is None else 2 * self.dp_config.records_per_unit
+        self.train_dataset = _WithCanaries(self.train_dataset, numbers, self.unit_column.name, units, copies)
         self.data_collator = _Collator(self.data_collator)
         self.scores = np.zeros(len(coins))
 
@@ -151,7 +175,9 @@ class CanaryTrainer(DPTrainer):
         model, data = self.model, self.train_dataset
         assert model is not None and isinstance(data, _WithCanaries)  # as the constructor has made them
         record = {**data.records[0], COLUMN: 1}
-        batch = self._prepare_inputs(self.get_train_dataloader().collate_fn([record]).micro_batches[0])
+        collate = self.get_train_dataloader().collate_fn
+        draw = [record] if isinstance(collate, LogicalCollator) else [[record]]
+        batch = self._prepare_inputs(as_unit_batch(collate(draw).micro_batches[0]).batch)
         loss = PerSampleLoss(model, self.per_sample_loss, self.args.label_smoothing_factor)
         with BookKeeper(model) as book:
             book.backward(loss(model, batch))

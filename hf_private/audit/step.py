@@ -91,12 +91,12 @@ def audit_step(trainer: DPTrainer, records: int = 8) -> StepReport:
 
 
 def refuse_units(config: DPConfig) -> None:
-    """Audits remove or add records, so they say nothing about units of several."""
+    """The audit of a step removes records, so it says nothing about units of several."""
     for name in ("unit_column", "augmentations"):
         if getattr(config, name) not in (None, 1):
             raise ValueError(
-                f"`{name}` must be left at its default in an audit, got {getattr(config, name)!r}: audits test the"
-                " influence of one record. Audit the same run without it."
+                f"`{name}` must be left at its default in the audit of a step, got {getattr(config, name)!r}: it tests"
+                " the influence of one record. Audit the same run without it, or with canaries, which may be units."
             )
 
 

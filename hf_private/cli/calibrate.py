@@ -4,6 +4,7 @@ The noise multiplier holds for Poisson sampling at rate batch / n, and for neigh
 differ by adding or removing one record. The budget is an epsilon at --delta, or with --advantage the
 largest advantage (members found minus false alarms) that any membership attack may have. The table
 shows the epsilon of the same noise under other plans, and how often the best attacker is right there.
+With --unit-counts the budget is per unit, and both ways to draw its records are compared.
 
 examples:
   hf-private calibrate --n 67349 --batch 2000 --steps 680 --epsilon 3.3 --delta 1e-5
@@ -20,6 +21,7 @@ from hf_private.accounting import ACCOUNTANT_NAMES
 
 from .arguments import UsageError, positive, probability, whole
 from .output import print_json, print_table
+from .unit_counts import add_unit_counts, as_json, compared, show
 
 if TYPE_CHECKING:
     from hf_private.accounting.risk import Risk
@@ -64,7 +66,9 @@ class Priced(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--n", type=whole(1), required=True, help="number of training records")
+    size = parser.add_mutually_exclusive_group(required=True)
+    size.add_argument("--n", type=whole(1), help="number of training records")
+    add_unit_counts(size)
     parser.add_argument("--batch", type=whole(1), required=True, help="expected (logical) batch size")
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--epochs", type=positive, help="training length in epochs of ceil(n / batch) steps")
@@ -90,6 +94,13 @@ def run(args: argparse.Namespace) -> int:
     from hf_private.accounting.risk import risk
     from hf_private.accounting.risk_budget import calibrate_risk
 
+    unit_plans = None
+    k = args.records_per_unit
+    if args.unit_counts:
+        if args.epsilon is None:
+            raise UsageError("argument --unit-counts: must come with --epsilon, got --advantage")
+        args.n = len(args.unit_counts)
+        args.records_per_unit = 1  # where units are drawn, a unit is clipped as one
     if args.batch > args.n:
         raise UsageError(f"argument --batch: must be at most --n = {args.n}, got {args.batch}")
     if args.delta >= 1 / args.n:
@@ -114,6 +125,10 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, BudgetExceeded) as error:
         raise UsageError(str(error)) from error
 
+    if args.unit_counts:
+        rates = (args.batch, steps, args.epsilon, args.delta, k, args.accountant)
+        unit_plans = compared(args.unit_counts, *rates)
+
     def price(plan: Plan) -> Priced:
         events = [Event(plan.sample_rate, (sigma,), plan.steps)]
         if args.records_per_unit > 1:
@@ -124,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
 
     rows = [price(plan) for plan in (plan, *plan.neighbours())]
     if args.json:
-        print_json(_report(args, sigma, rows))
+        print_json(_report(args, sigma, rows) | ({"unit_sampling": as_json(unit_plans)} if unit_plans else {}))
     else:
         if args.advantage is None:
             kept = f"epsilon <= {args.epsilon:g} at delta = {args.delta:g}"
@@ -147,6 +162,8 @@ def run(args: argparse.Namespace) -> int:
                 for plan, epsilon, risk in rows
             ],
         )
+        if unit_plans:
+            show(unit_plans)
     return 0
 
 
@@ -175,7 +192,7 @@ def _report(args: argparse.Namespace, sigma: float, rows: list[Priced]) -> dict[
         "accountant": args.accountant,
         "records_per_unit": args.records_per_unit,
         "sampling": "poisson",
-        "adjacency": "add or remove one record",
+        "adjacency": f"add or remove one {'unit' if args.unit_counts else 'record'}",
         **plans[0],
         "neighbours": plans[1:],
     }

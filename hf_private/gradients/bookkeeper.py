@@ -1,6 +1,6 @@
 """BookKeeper: one backward pass, a book of (a, ds), and no parameter gradient from autograd."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class BookKeeper:
 
     leading: int  # size of the leading axis inside the model; known after its first call
 
-    def __init__(self, model: nn.Module, method: Method | None = None) -> None:
+    def __init__(self, model: nn.Module, method: Method | None = None, rows_per_record: int = 1) -> None:
         self.model = model
         self.method = method or Full()
         self.graph_root = torch.zeros((), requires_grad=True)
@@ -46,7 +46,7 @@ class BookKeeper:
         # Rows of the model's inputs that belong to each record of the book, one record after the other. There are
         # several where the book's records are people with several rows, augmented rows or pairs. The caller sets it
         # before each call of the model; `losses` then has one entry for each record, not for each row.
-        self.rows_per_record = 1
+        self.rows_per_record = rows_per_record
         self._batch_size: int | None = None
         self._entries: dict[str, PerSample] = {}
         self._parameters: dict[str, nn.Parameter] = {}
@@ -225,6 +225,17 @@ class BookKeeper:
         if factors.shape != (self.batch_size,):
             raise ValueError(f"`factors` must have shape ({self.batch_size},), got {tuple(factors.shape)}.")
         return {block: weighted_sum(value, factors) for block, value in self._entries.items()}
+
+
+def rows_per_record(loss: Callable[..., Tensor]) -> int:
+    """Rows that a loss makes of each record of a batch, one record after the other: 1, unless the loss says otherwise.
+
+    The loss of a preference pair calls the model with both sides of it, so its attribute `rows_per_record` is 2.
+
+    >>> rows_per_record(torch.nn.functional.mse_loss)
+    1
+    """
+    return getattr(loss, "rows_per_record", 1)
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .bookkeeper import BookKeeper
+from .bookkeeper import BookKeeper, rows_per_record
 from .persample import PerSample, sq_norms
 from .sketch import distances, sketch
 from .undisturbed import nudged, seed_all
@@ -78,7 +78,7 @@ class Comparison:
 
     def run(self, batch: Batch, seed: int = 0) -> Run:
         seed_all(seed)
-        with BookKeeper(self.model) as book:
+        with BookKeeper(self.model, rows_per_record=rows_per_record(self.loss)) as book:
             losses = self.loss(self.model, batch)
             book.backward(losses)
             return Run.of(losses, book.entries(), batch, seed)

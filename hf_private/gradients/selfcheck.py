@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .bookkeeper import BookKeeper, trainable
+from .bookkeeper import BookKeeper, rows_per_record, trainable
 from .comparison import SAME_LOSS, Batch, Comparison, Loss, Run, SelfCheckError
 from .layers.tap import FREEZE, REMEDY
 from .persample import Dense, widen
@@ -164,7 +164,7 @@ def _check_against_autograd(check: Comparison, batch: Batch) -> Run:
     length: dict[str, Tensor] = {}
     norms: dict[str, Tensor] = {}
     astray: dict[str, Tensor] = {}
-    with BookKeeper(model) as book:
+    with BookKeeper(model, rows_per_record=rows_per_record(loss)) as book:
         losses = loss(model, batch)
         book.backward(losses)
         entries = book.entries()
@@ -265,17 +265,18 @@ def _rows(batch: Batch, rows: list[int]) -> dict[str, Tensor]:
 
 
 def _trim(batch: Batch) -> dict[str, Tensor]:
-    """A single record without its padding (where the mask is a plain (1, T) one)."""
+    """A single record without its padding, where the mask is (1, T), or (1, R, T) for the R rows of a record."""
     mask = batch.get("attention_mask")
-    if mask is None or mask.dim() != 2:
+    if mask is None or mask.dim() < 2:
         return dict(batch)
-    keep = int(mask.sum())
-    aligned = {key for key, x in batch.items() if x.dim() > 1 and x.shape[1] == mask.shape[1]}
+    keep = int(mask.sum(-1).max())
+    axis = mask.dim() - 1
+    aligned = {key for key, x in batch.items() if x.shape[: axis + 1] == mask.shape}
     if batch.get("input_ids") is not None and "labels" in aligned and batch["labels"].dtype == torch.long:
         # Encoder-decoder labels have a length of their own; they are marked by positions beyond the mask.
-        if bool((batch["labels"][:, keep:] != -100).any()):
+        if bool((batch["labels"][..., keep:] != -100).any()):
             aligned -= {"labels"}
-    return {key: x[:, :keep] if key in aligned else x for key, x in batch.items()}
+    return {key: x.narrow(axis, 0, keep) if key in aligned else x for key, x in batch.items()}
 
 
 def _list(names: list[str]) -> str:

@@ -4,14 +4,16 @@ The noise of an element is a function of (key, step, tensor name, element index)
 without communication, a shard draws exactly its slice of the noise of the full tensor, and neither the order of the
 tensors nor the number of ranks changes the update.
 
+For the same reason background threads may compute it while the passes of a step run (`begin`): they change no number.
+
 Limits: rounding a float64 sum to float32 hides the low bits that floating-point attacks read (Mironov 2012; Jin et al.
 2022). This is a mitigation, not a proof, which would need a discrete Gaussian.
 """
 
 import functools
 import math
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,14 +21,28 @@ from torch import Tensor
 from hf_private._validate import integer_at_least, one_of
 from hf_private.randomness import Key, Keystream, refuse_to_copy, reseed_global
 
+from .ahead import Ahead, free_threads
+
 __all__ = ["NOISE_KINDS", "NoiseSource", "reseed_global"]
 
 NOISE_KINDS = ("secure", "fast")
 _DTYPES = (torch.float32, torch.float64)
 _CHUNK = 1 << 17  # elements at a time: temporaries of 1 MB
+# Numbers that are computed ahead, at most. Beside another device the memory of the host has little else to hold.
+_AHEAD, _AHEAD_OF_DEVICE = 1 << 25, 1 << 27
 _HALF = 64  # a group of 2 * _HALF elements is made of _HALF radii and _HALF angles
 _FAST_CHUNK = 1 << 14  # elements that share one torch generator
 _MT19937_WORDS = slice(24, 24 + 624 * 8)  # where a CPU generator's state holds its 624 words
+
+
+class _Piece(NamedTuple):
+    """Some consecutive elements of one block's noise."""
+
+    step: int
+    name: str
+    start: int
+    count: int
+    pinned: bool  # for a copy to a CUDA device that nobody waits for
 
 
 class NoiseSource:
@@ -55,11 +71,48 @@ class NoiseSource:
         self.drawn = 0  # elements drawn by the last `add_`
         self._key = Key.of(key)
         self._last_step = -1
+        self._ahead = Ahead(self._normals, (), threads=0, most=0)
 
     @property
     def reproducible(self) -> bool:
         """Whether the key may be known to others: a reproducible run is not private."""
         return self._key.reproducible
+
+    def begin(
+        self,
+        step: int,
+        sizes: Mapping[str, int],
+        stds: Mapping[str, float],
+        device: torch.device,
+        offsets: Mapping[str, int] | None = None,
+    ) -> None:
+        """Let free cores compute the noise that `add_` will need. It changes the speed, and nothing else.
+
+        `sizes` has the number of elements by name, in the order of `sums`. What is left over is dropped at the end of
+        the `with` block of this object.
+        """
+        self._ahead.close()
+        if self.kind != "secure":
+            return
+        starts = {name: (offsets or {}).get(name, 0) for name in sizes if stds[name] != 0}
+        pieces = (
+            _Piece(step, name, start + first, min(_CHUNK, sizes[name] - first), device.type == "cuda")
+            for name, start in starts.items()
+            for first in range(0, sizes[name], _CHUNK)
+        )
+        numbers = _AHEAD if device.type == "cpu" else _AHEAD_OF_DEVICE
+        self._ahead = Ahead(self._normals, pieces, free_threads(device), most=numbers // _CHUNK)
+
+    def __enter__(self) -> "NoiseSource":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ahead.close()
+
+    def _normals(self, piece: _Piece) -> Tensor:
+        """The noise of a piece at standard deviation 1, float64 (count,) in the memory of the host."""
+        normals = _secure_normals(self._key.stream("noise", piece.step, piece.name), piece.start, piece.count)
+        return normals.pin_memory() if piece.pinned else normals
 
     @torch.no_grad()
     def add_(
@@ -85,13 +138,16 @@ class NoiseSource:
             )
         self._last_step = step
         self.drawn = 0
-        draw = _secure_normals if self.kind == "secure" else _fast_normals
         for name, total in sums.items():
             if stds[name] == 0:
                 continue
-            stream = self._key.stream("noise", step, name)
             for start, piece in _pieces(total, offsets.get(name, 0)):
-                noise = draw(stream, start, piece).mul_(stds[name]).view(piece.shape)
+                if self.kind == "secure":
+                    normals = self._ahead.take(_Piece(step, name, start, piece.numel(), piece.is_cuda))
+                    drawn = normals.to(piece.device, non_blocking=True)
+                else:
+                    drawn = _fast_normals(self._key.stream("noise", step, name), start, piece)
+                noise = drawn.mul_(stds[name]).view(piece.shape)
                 piece.copy_(noise.add_(piece))
             self.drawn += total.numel()
 
@@ -133,21 +189,22 @@ def _pieces(total: Tensor, start: int) -> Iterator[tuple[int, Tensor]]:
         yield from _pieces(part, start + first * row)
 
 
-def _secure_normals(stream: Keystream, start: int, like: Tensor) -> Tensor:
-    """Normals `start` to `start + like.numel()` of a stream: float64 (like.numel(),) on the device of `like`."""
+def _secure_normals(stream: Keystream, start: int, count: int) -> Tensor:
+    """Normals `start` to `start + count` of a stream: float64 (count,)."""
     # Only whole groups are computed, so that each element passes through the same vector instructions whatever the
     # slice, and the result is equal to the last bit.
     group = 2 * _HALF
-    first, end = start // group * group, start + like.numel()
+    first, end = start // group * group, start + count
     uniforms = stream.uniforms(first, -(-(end - first) // group) * group).view(-1, 2, _HALF)
     radii = uniforms[:, 0].log().mul_(-2).sqrt_()  # (groups, _HALF); uniforms are in (0, 1], so the log is finite
     angles = uniforms[:, 1] * (2 * math.pi)
     normals = torch.stack((angles.cos().mul_(radii), angles.sin_().mul_(radii)), dim=1)
-    return normals.view(-1)[start - first : end - first].to(like.device)
+    return normals.view(-1)[start - first : end - first]
 
 
 def _fast_normals(stream: Keystream, start: int, like: Tensor) -> Tensor:
-    """As above, from torch generators: each normal is the sum of two float32 normals of half the variance.
+    """As above on the device of `like` (count = like.numel()), from torch generators: each normal is the sum of two
+    float32 normals of half the variance.
 
     A single float32 normal has 24 random bits and never exceeds 5.8 deviations. A sum that one record has pushed out
     of that range would reveal the record, more often than delta permits. Two together reach 8.2 deviations.

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hf_private.accounting.events import Event
 from hf_private.distributed.fsdp import Shards, run_collectively
 from hf_private.distributed.ranks import Ranks
-from hf_private.gradients.bookkeeper import BookKeeper
+from hf_private.gradients.bookkeeper import BookKeeper, rows_per_record
 from hf_private.gradients.method import Full, Method
 from hf_private.gradients.persample import PerSample, sq_norms
 from hf_private.gradients.tensors import accumulation_dtype, full_precision
@@ -92,30 +92,43 @@ class Mechanism:
         self.ranks.begin_step(self.parameters)
         if not self.noise.reproducible:
             reseed_global()  # a dropout mask that somebody can replay is a side channel
-        with full_precision(next(iter(self.parameters.values())).device):
-            sums = run_collectively(self.ranks, self.model, self._clipped_sums, micro_batches)
-        self.ranks.all_reduce_({block: sums[block] for block in sums if block not in self.shards.rows})
-        stds = self.method.stds(self.noise_multiplier, self.clipping.clip_norm)
-        offsets = {block: offset for block, offset in self.shards.offsets().items() if block in sums}
-        self.noise.add_(self.steps, sums, stds, offsets)
+        with self.noise:
+            with full_precision(next(iter(self.parameters.values())).device):
+                sums = run_collectively(self.ranks, self.model, self._clipped_sums, micro_batches)
+            self.ranks.all_reduce_({block: sums[block] for block in sums if block not in self.shards.rows})
+            self.noise.add_(self.steps, sums, self._stds(), self._offsets())
         for block in sums.values():
             block.div_(self.expected_batch_size)
         for name, p in self.parameters.items():  # one at a time: under FSDP2 a whole gradient is large
             p.grad = self.shards.gradient(name, self.method.gradient(name, sums), whole=name not in sums)
         self.steps += 1
 
+    def _stds(self) -> dict[str, float]:
+        return self.method.stds(self.noise_multiplier, self.clipping.clip_norm)
+
+    def _offsets(self) -> dict[str, int]:
+        return {block: offset for block, offset in self.shards.offsets().items() if block in self.method.blocks}
+
+    def _begin_noise(self) -> None:
+        """Let free cores compute the noise of this step while the passes run."""
+        sizes = {block: self.shards.shape(block, shape).numel() for block, shape in self.method.blocks.items()}
+        device = next(iter(self.parameters.values())).device
+        self.noise.begin(self.steps, sizes, self._stds(), device, self._offsets())
+
     def _clipped_sums(self, micro_batches: Iterable[Batch]) -> dict[str, Tensor]:
         """Sum of the clipped per-sample gradients by block; zeros where no record reached the block."""
         self.method.begin_step(self.steps)
+        self._begin_noise()
         sums: dict[str, Tensor] = {}
         if self.nonprivate is not None:
             self.nonprivate = {"loss_sum": 0.0, "batch_size": 0, "nonfinite_records": 0}
         units = WholeUnits()
+        rows_of_loss = rows_per_record(self.per_sample_loss)
         with BookKeeper(self.model, self.method) as book:
             for batch, counts in self.shards.micro_batches(micro_batches):
                 part = as_unit_batch(batch)
-                book.rows_per_record = part.rows
-                losses = part.losses(self.per_sample_loss(self.model, part.batch), book.num_rows)
+                book.rows_per_record = part.rows * rows_of_loss
+                losses = part.losses(self.per_sample_loss(self.model, part.batch), book.num_rows // rows_of_loss)
                 book.backward(losses)
                 entries = book.pop_entries()
                 joined = units.join(entries, losses, part) if counts else None

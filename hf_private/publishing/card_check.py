@@ -25,7 +25,7 @@ from .template_versions import is_known, template
 METADATA_LIMIT = 50_000  # letters of YAML, whose parser is slow
 PATH_LIMIT = 200  # letters of the path to a key
 CLAIMS_LIMIT = 20  # that are reported
-FREE_FIELDS = ("method", "optimizer", "data", "base_model", "versions")  # printed, not recomputed
+FREE_FIELDS = ("method", "optimizer", "objective_row", "data", "base_model", "versions")  # printed, not recomputed
 LOWER_BOUNDS = re.compile(r"\b(mia_epsilon|canaries_epsilon|canaries_highest) \S+")  # what attacks found
 BLOCK = "differential_privacy"
 FENCE = re.compile(r"^ {0,3}(```+|~~~+)", re.MULTILINE)

@@ -17,7 +17,9 @@ from .template_versions import in_own_words, is_known
 
 TOLERANCE = 1e-3  # of an accountant's number, between machines
 COMPUTED = ("guarantee.accountants", "guarantee.epsilon_", "guarantee.risk", "accounting.")
-SETTINGS_OF_A_RUN = ("clip_norm", "clipping", "gamma", "noise", "train_only", "carriers", "anchors", "log_nonprivate")
+SETTINGS_OF_A_RUN = tuple(
+    "clip_norm clipping gamma noise train_only carriers anchors log_nonprivate objective".split()
+)
 
 
 def check_epsilon(statement: dict[str, Any], time_limit: float) -> Found:

@@ -121,6 +121,7 @@ def template_fields(statement: dict[str, Any]) -> dict[str, str]:
     }
     blocks = {
         "unit_row": _unit_row(unit),
+        "objective_row": _objective_row(mechanism.get("objective")),
         "quoted_reasons": "\n".join(f"> - {reason}" for reason in statement["not_private_because"]),
         "not_covered": _bullets(statement["scope"]["not_covered"]),
         "caveats": _bullets(statement["caveats"] or ["Nothing beyond the above."]),
@@ -144,6 +145,11 @@ def _unit_row(unit: dict[str, Any]) -> str:
     k = unit["records_per_unit"]
     most = f"at most {k} record{'' if k == 1 else 's'} of one in a step; {unit['sampling']} are drawn"
     return f"\n| Privacy unit | per `{unit['column']}`; {unit['num_units']:,} units; {most} |"
+
+
+def _objective_row(objective: str | None) -> str:
+    """A row of the table for an objective that has a name; empty otherwise."""
+    return "" if objective is None else f"\n| Objective | {_cell(objective)} |"
 
 
 def _cell(value: Any) -> str:

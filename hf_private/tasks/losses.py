@@ -64,16 +64,23 @@ class _CrossEntropy(torch.autograd.Function):
 def token_loss(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Mean cross entropy over each record's own labelled tokens; 0 for a record without any.
 
-    Shapes: logits (B, T, V), labels (B, T) with -100 for tokens that do not count -> (B,). The logits are never
-    shifted or copied (unless they are half precision).
+    Shapes: logits (B, T, V), labels (B, T) with -100 for tokens that do not count -> (B,).
+    """
+    losses = token_losses(logits, labels, label_smoothing)
+    return losses.sum(-1) / (labels != IGNORE_INDEX).sum(-1).clamp(min=1)
+
+
+def token_losses(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Cross entropy of each token; 0 where the label is -100. The logits are not shifted.
+
+    Shapes: logits (B, T, V), labels (B, T) -> (B, T). The logits are never copied (unless they are half precision).
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
             f"`labels` must have the shape {tuple(logits.shape[:-1])} of the logits, got {tuple(labels.shape)}. "
             "(Prompt tuning lengthens the logits and is not supported; LoRA is.)"
         )
-    losses = _CrossEntropy.apply(_float(logits), labels, label_smoothing)
-    return losses.sum(-1) / (labels != IGNORE_INDEX).sum(-1).clamp(min=1)
+    return _CrossEntropy.apply(_float(logits), labels, label_smoothing)
 
 
 def shifted(labels: Tensor) -> Tensor:

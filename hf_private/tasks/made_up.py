@@ -95,7 +95,7 @@ def _arrays(name: str, values: list[Any], ranges: Ranges, main: list[Any]) -> Ma
     first, shapes = values[0], [_shape(value) or () for value in values]
     kind = _kind(first) or int
     axes = {axis for axis in range(len(shapes[0])) if len({shape[axis] for shape in shapes}) > 1}
-    tokens = not name or name == "input_ids"
+    tokens = _holds_tokens(name)
     if tokens and kind is int:
         axes.add(len(shapes[0]) - 1)
     aligned = [size is not None and shape[: len(size)] == size for shape, size in zip(shapes, main, strict=False)]
@@ -126,9 +126,14 @@ def _content(name: str, kind: type, shape: tuple[int, ...], ranges: Ranges, gene
         return torch.arange(int(np.prod(shape))).reshape(shape)
     if name in LABEL_NAMES:
         return torch.randint(ranges.classes, shape, generator=generator)
-    if not name or name.endswith("input_ids"):
+    if _holds_tokens(name):
         return ranges.tokens[torch.randint(len(ranges.tokens), shape, generator=generator)]
     return torch.randint(2, shape, generator=generator)
+
+
+def _holds_tokens(name: str) -> bool:
+    """Whether a field of whole numbers holds token ids: `input_ids`, or `prompt_ids` and `chosen_ids` of a pair."""
+    return not name or (name.endswith("_ids") and name not in ("position_ids", "token_type_ids", *LABEL_NAMES))
 
 
 def _images(values: list[Any]) -> Maker:

@@ -46,7 +46,8 @@ class LogicalCollator:
     """Turns the records of one draw into a `LogicalBatch`, with the user's collator for each micro-batch.
 
     Args:
-        collator: The user's data collator: list of records to one batch.
+        collator: The user's data collator: list of records to one batch. Its method `length_of(record)`, if it has
+            one, tells the tokens of a record.
         max_rows: Most records in a micro-batch.
         max_tokens: Most tokens in a micro-batch after padding (rows x longest). A longer record is alone in its own.
         rows_of: Names of tensors that must have one row per record, even in a batch of one record. A record in several
@@ -72,10 +73,11 @@ class LogicalCollator:
         self.max_rows = max_rows
         self.max_tokens = max_tokens
         self.rows_of = tuple(rows_of)
+        self._length_of = getattr(collator, "length_of", length_of)
 
     def __call__(self, features: list[Any]) -> LogicalBatch:
         reseed_global()  # masking collators draw from the global generators
-        parts = split([length_of(feature) for feature in features], self.max_rows, self.max_tokens)
+        parts = split([self._length_of(feature) for feature in features], self.max_rows, self.max_tokens)
         return LogicalBatch([self.collate([features[i] for i in part]) for part in parts], size=len(features))
 
     def collate_units(self, units: list[list[Any]]) -> LogicalBatch:
@@ -87,7 +89,7 @@ class LogicalCollator:
         micro_batches = []
         for rows in sorted({len(unit) for unit in units}, reverse=True):
             alike = [unit for unit in units if len(unit) == rows]
-            longest = [max(map(length_of, unit)) for unit in alike]
+            longest = [max(map(self._length_of, unit)) for unit in alike]
             for part in split(longest, self.max_rows, self.max_tokens, rows):
                 in_part = [row for i in part for row in alike[i]]
                 # one unit, cut into chunks if it is too large

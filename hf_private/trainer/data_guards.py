@@ -33,7 +33,7 @@ def check_data(trainer: "LoadingMixin", dataset: Any, logical: LogicalCollator, 
         head = head_of(trainer.model) if trainer.per_sample_loss is None else None
         limits = limits_of(trainer.model, head)
         progress = not trainer.args.disable_tqdm
-        trainer.ranks.run_on_first(check_dataset, dataset, logical.collate, limits, progress)
+        trainer.ranks.run_on_first(check_dataset, trainer.as_inputs(dataset), logical.collate, limits, progress)
     if logical.max_rows > 1:
         check_collator(logical.collate, dataset, trainer.model)
 
@@ -48,12 +48,19 @@ def public_batch(
     try:
         return synthetic_batch(model, batch_size, length, generator)
     except (AttributeError, ValueError):  # a head or an input that is not listed
-        pass
+        return made_up_batch(trainer, batch_size, length, generator)
+
+
+def made_up_batch(
+    trainer: "LoadingMixin", batch_size: int, length: int, generator: torch.Generator | None
+) -> dict[str, Tensor]:
+    """Made-up records with the schema of the training set, in a batch of its collator."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
     generator = generator or torch.Generator().manual_seed(0)
     try:
         make = schema_of(sample(trainer.train_dataset), ranges_of(model))
         lengths = [length, *torch.randint(2, max(3, length), (batch_size - 1,), generator=generator).tolist()]
-        collator = trainer._get_collator_with_removed_columns(trainer.data_collator, description="made-up")
+        collator = trainer._get_collator_with_removed_columns(trainer.training_collator, description="made-up")
         batch = collator([make(size, generator) for size in lengths])
         return {name: value for name, value in trainer._prepare_inputs(batch).items() if isinstance(value, Tensor)}
     except Exception:

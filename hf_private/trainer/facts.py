@@ -8,6 +8,8 @@ from transformers import EarlyStoppingCallback, Trainer
 from hf_private import __version__
 from hf_private.tasks.heads import base_model
 
+from .setup import objective_of
+
 if TYPE_CHECKING:
     from .private import PrivateMixin
 
@@ -19,6 +21,7 @@ def public_facts(trainer: "PrivateMixin") -> dict[str, Any]:
     dataset, base = trainer.train_dataset, getattr(base_model(trainer.model), "config", None)
     info, adapters = getattr(dataset, "info", None), getattr(trainer.model, "peft_config", None) or {}
     settings = trainer.dp_config.to_dict() | {"expected_batch_size": trainer.expected_batch_size}
+    settings |= objective_of(trainer)
     if trainer.provenance.post_processing:
         settings["post_processing"] = trainer.provenance.post_processing
     return {

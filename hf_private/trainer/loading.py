@@ -51,6 +51,16 @@ class LoadingMixin(TrainerBase):
 
     # ---- training
 
+    @property
+    def training_collator(self) -> Callable[[list[Any]], Any]:
+        """The collator of private steps: `data_collator`, unless a subclass trains on another layout than it
+        evaluates on. Rows of its batches are records."""
+        return self.data_collator
+
+    def as_inputs(self, dataset: Any) -> Any:
+        """The records in the fields of the model's input, for the check before the first charge."""
+        return dataset
+
     def get_train_dataloader(self) -> PoissonLoader:
         """Loader whose items are whole Poisson batches, split into micro-batches."""
         if self.train_dataset is None:
@@ -156,8 +166,8 @@ class LoadingMixin(TrainerBase):
     def _without_unused_columns(self, dataset: Any, description: str) -> tuple[Any, Callable[[list[Any]], Any]]:
         """The dataset and its collator, one of which leaves out the columns that the model does not take."""
         if isinstance(dataset, datasets.Dataset):
-            return self._remove_unused_columns(dataset, description), self.data_collator
-        return dataset, self._get_collator_with_removed_columns(self.data_collator, description)
+            return self._remove_unused_columns(dataset, description), self.training_collator
+        return dataset, self._get_collator_with_removed_columns(self.training_collator, description)
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         """As Trainer does, and the unit's column in any case, in training and in evaluation."""

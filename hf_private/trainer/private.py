@@ -243,6 +243,11 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
             method.books = self._anchor_books(self.create_loss(self.model))
         return method
 
+    @property
+    def objective_name(self) -> str | None:
+        """What the card says of the objective; None if it is that of the model's head."""
+        return None
+
     def create_loss(self, model: nn.Module) -> Loss:
         """fn(model, batch) -> (B,), the loss of each record: that of the model's head, or `per_sample_loss`.
 

@@ -12,7 +12,7 @@ class Refusal(NamedTuple):
     """A Trainer setting that would break or void the guarantee."""
 
     name: str
-    applies: Callable[[TrainingArguments], bool]
+    applies: Callable[[Any], bool]  # of TrainingArguments, or a subclass of them
     reason: str
     remedy: str
 
@@ -123,6 +123,13 @@ REFUSED_ARGS = (
         lambda a: bool(getattr(a, "padding_free", False)),
         "it puts all records of a batch into one row, so their gradients cannot be separated",
         "Set padding_free=False.",
+    ),
+    Refusal(
+        "num_generations",  # of TRL's online methods
+        lambda a: hasattr(a, "num_generations"),
+        "online methods (GRPO, RLOO) normalise advantages over a group or the batch, so that one record changes the"
+        " weight of others, and use the rollouts of a record in several steps",
+        "Use DPSFTTrainer or DPDPOTrainer of hf_private.integrations.trl, on public rollouts.",
     ),
     Refusal(
         "debug",

@@ -55,6 +55,7 @@ def build_mechanism(
             "method": method.describe(),
             "reproducible": noise.reproducible,
             "ranks": ranks.world_size,
+            **objective_of(trainer),
         },
     )
     mechanism = Mechanism(
@@ -75,6 +76,11 @@ def build_mechanism(
         _announce_noise(method, run.plan.noise_multiplier, trainer.expected_batch_size)
     mechanism.steps = trainer.state.global_step  # with a test key, a resumed run repeats the noise of its steps
     return mechanism
+
+
+def objective_of(trainer: "PrivateMixin") -> dict[str, str]:
+    """The objective, as a setting, if it has a name."""
+    return {} if trainer.objective_name is None else {"objective": trainer.objective_name}
 
 
 def _announce_noise(method: Method, noise_multiplier: float, expected_batch_size: int) -> None:

@@ -68,6 +68,8 @@ WRONG = [  # (arguments, the option that is named, what is allowed); what was go
     (["calibrate", "--delta", "1"], "--delta", "a number between 0 and 1"),
     (["calibrate", "--accountant", "gdp"], "--accountant", "'prv', 'pld', 'rdp'"),
     (["calibrate", "--records-per-unit", "0"], "--records-per-unit", "a whole number >= 1"),
+    (["calibrate", "--unit-counts", "nowhere.txt"], "--unit-counts", "a file that can be read"),
+    (["plan", "--unit-counts", "nowhere.txt"], "--unit-counts", "a file that can be read"),
     (
         ["calibrate", "--n", "10", "--steps", "1", "--epsilon", "1", "--delta", ".1", "--batch", "20"],
         "--batch",

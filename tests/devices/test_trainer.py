@@ -48,6 +48,7 @@ def test_a_step_waits_where_the_model_and_trainer_do_and_once_more(found, case):
     own = {name: count for name, count in counts["syncs"].items() if not _of_others(name)}
     assert sum(own.values()) == 1 and "fingerprints.py" in next(iter(own)), own
     assert not counts["copied_to_host"]
+    assert sum(counts["copied_to_device"].values()) == 3  # the batch: ids, mask and labels
     large = {name for name, size in counts["largest"].items() if size > 1000}
     assert all("mechanism/noise" in name for name in large), large
 

@@ -137,7 +137,7 @@ def test_the_sum_is_checked_record_by_record():
     model.eval()
     batch = synthetic_batch(model, 7, 11)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_private.gradients.selfcheck.BookKeeper", lambda model: BookKeeper(model, Swapped()))
+        patch.setattr("hf_private.gradients.selfcheck.BookKeeper", lambda model, **_: BookKeeper(model, Swapped()))
         with pytest.raises(SelfCheckError, match="^`bert.embeddings.LayerNorm.bias`"):
             groups = {"": [name for name, _ in model.named_parameters()]}
             _check_against_autograd(Comparison(model, loss, torch.float32, 0.0, groups), batch)

@@ -1,6 +1,18 @@
 """All bugs: most were found in other libraries, the rest are easily made. A patch is (old text, new text)."""
 
-from .bugs import accounting, cli, gradients, mechanism, methods, package, publishing, spending, tasks, trainer
+from .bugs import (
+    accounting,
+    cli,
+    gradients,
+    integrations,
+    mechanism,
+    methods,
+    package,
+    publishing,
+    spending,
+    tasks,
+    trainer,
+)
 from .mutant import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -13,5 +25,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *spending.MUTANTS,
     *publishing.MUTANTS,
     *trainer.MUTANTS,
+    *integrations.MUTANTS,
     *cli.MUTANTS,
 )

@@ -5,6 +5,8 @@ that the budget demands. The ranking follows rules of thumb from published scali
 own tables: it says which plan to try first, not what accuracy to expect. Hours are a lower estimate,
 at the rate of matrix products measured on this machine.
 
+With --unit-counts the budget is per unit (person), and both ways to draw their records are compared.
+
 example:
   hf-private plan --n 5000 --epsilon 8 --model path/to/model --picture plan.png
   hf-private plan --n 67349 --epsilon 3 --model path/to/model --hours 2 --json
@@ -16,8 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hf_private.cli.arguments import TASKS, UsageError, positive, probability, whole
 from hf_private.cli.output import print_json, print_table
+from hf_private.cli.unit_counts import add_unit_counts, as_json, best_of, compared, show
 
 if TYPE_CHECKING:
+    from hf_private.accounting.unit_plans import UnitPlan
+
     from .candidates import Candidate
     from .rules import Schedule
 
@@ -37,7 +42,9 @@ class Plan(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--n", type=whole(2), required=True, help="number of training records")
+    size = parser.add_mutually_exclusive_group(required=True)
+    size.add_argument("--n", type=whole(2), help="number of training records")
+    add_unit_counts(size)
     parser.add_argument("--epsilon", type=positive, required=True, help="target epsilon")
     parser.add_argument("--model", metavar="MODEL", required=True, help="a model's folder, config, or name on the Hub")
     parser.add_argument("--delta", type=probability, help="target delta (default: a tenth of 1 / n, or less)")
@@ -53,21 +60,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from .candidates import candidates, operations_per_second
 
+    if args.unit_counts:
+        args.n = len(args.unit_counts)
+        if args.n < 2:
+            raise UsageError(f"argument --unit-counts: must hold at least 2 units, got {args.n}")
     delta = args.delta or 10.0 ** -(math.ceil(math.log10(args.n)) + 1)
     found = candidates(args.model, args.task, args.micro_batch, args.length)
     rate = operations_per_second()
     plans = search(found, schedules(args.n, args.epsilon, delta), rate, args.hours)
     best = plans[0]
-    code = snippet(best, args.epsilon, delta, args.micro_batch)
+    unit_plans = None
+    if args.unit_counts:
+        schedule = best.schedule
+        unit_plans = compared(args.unit_counts, schedule.batch, schedule.steps, args.epsilon, delta, 1, "rdp")
+    code = snippet(best, args.epsilon, delta, args.micro_batch, best_of(unit_plans) if unit_plans else None)
     if args.picture:
         from .picture import curves, draw
 
         found_curves = curves(args.n, delta, best.candidate.noised, best.schedule.steps)
         draw(args.picture, found_curves, (args.epsilon, best.noise, best.schedule), best.candidate.name)
     if args.json:
-        print_json(_report(args, delta, rate, plans, code))
+        print_json(
+            _report(args, delta, rate, plans, code) | ({"unit_sampling": as_json(unit_plans)} if unit_plans else {})
+        )
     else:
-        _show(args, delta, plans, code)
+        _show(args, delta, plans)
+        if unit_plans:
+            show(unit_plans)
+        print(f"\n{code}", end="")
     return 0
 
 
@@ -118,8 +138,8 @@ def search(found: "list[Candidate]", schedules: "list[Schedule]", rate: float, h
     return sorted(best, key=lambda plan: -plan.useful)
 
 
-def snippet(plan: Plan, epsilon: float, delta: float, micro_batch: int) -> str:
-    """Settings of a plan as code to paste."""
+def snippet(plan: Plan, epsilon: float, delta: float, micro_batch: int, unit: "UnitPlan | None" = None) -> str:
+    """Settings of a plan as code to paste; `unit` is how its units are drawn."""
     candidate, schedule = plan.candidate, plan.schedule
     carriers = {"RGP": f"CarrierConfig(r={candidate.rank})", "LSG": f"CarrierConfig(r={candidate.rank}, sparsity=0.3)"}
     imports = ["DPConfig", "DPTrainer", *(["CarrierConfig"] if candidate.kind in carriers else [])]
@@ -133,6 +153,13 @@ def snippet(plan: Plan, epsilon: float, delta: float, micro_batch: int) -> str:
         before = f"model = get_peft_model(model, {lora})\n\n"
     peft = "from peft import LoraConfig, get_peft_model\n" if "get_peft_model" in before else ""
     extra = f"\n    carriers={carriers[candidate.kind]}," if candidate.kind in carriers else ""
+    batch = schedule.batch
+    if unit is not None:
+        batch = unit.batch
+        extra += (
+            '\n    unit_column="unit",  # the name of your column'
+            f"\n    records_per_unit={unit.k},\n    unit_sampling={unit.sampling!r},"
+        )
     return f"""\
 {peft}from transformers import TrainingArguments
 
@@ -141,7 +168,7 @@ from hf_private import {", ".join(sorted(imports))}
 {before}dp_config = DPConfig(
     target_epsilon={epsilon:g},
     target_delta={delta:g},
-    expected_batch_size={schedule.batch},{extra}
+    expected_batch_size={batch},{extra}
 )
 args = TrainingArguments(
     output_dir="private_model",
@@ -154,13 +181,14 @@ trainer = DPTrainer(model, args, dp_config=dp_config, train_dataset=train_datase
 """
 
 
-def _show(args: argparse.Namespace, delta: float, plans: list[Plan], code: str) -> None:
+def _show(args: argparse.Namespace, delta: float, plans: list[Plan]) -> None:
     from hf_private.accounting.signal import noise_to_signal
 
     from .rules import LEVEL, SOURCES, in_words
 
+    counted = "units" if args.unit_counts else "records"
     print_table(
-        f"Plans for {args.n:,} records at epsilon {args.epsilon:g}, delta {delta:g}: most useful first",
+        f"Plans for {args.n:,} {counted} at epsilon {args.epsilon:g}, delta {delta:g}: most useful first",
         (
             "method",
             "batch",
@@ -203,7 +231,6 @@ def _show(args: argparse.Namespace, delta: float, plans: list[Plan], code: str) 
     print("measured rate of matrix products: training may take twice as long. Usefulness is a rule of thumb, from")
     for source in SOURCES:
         print(f"- {source}")
-    print(f"\n{code}", end="")
 
 
 def _report(args: argparse.Namespace, delta: float, rate: float, plans: list[Plan], code: str) -> dict:

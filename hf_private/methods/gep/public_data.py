@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hf_private.gradients.bookkeeper import BookKeeper
+from hf_private.gradients.bookkeeper import BookKeeper, rows_per_record
 from hf_private.gradients.method import Method
 from hf_private.gradients.persample import PerSample
 from hf_private.methods.carriers.config import CarrierConfig
@@ -212,7 +212,8 @@ class AnchorBooks:
         """Run the model on the public records in its current mode, and restore it."""
         with public_randomness(self.seed, step):
             for batch in self.batches(step):
-                with torch.enable_grad(), BookKeeper(self.model, method) as book:
+                rows = rows_per_record(self.per_sample_loss)
+                with torch.enable_grad(), BookKeeper(self.model, method, rows) as book:
                     book.backward(self.per_sample_loss(self.model, batch))
                     yield book.entries()
 

@@ -4,6 +4,24 @@ from tests.mutations.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "a thread that fails leaves its piece without noise",
+        "mechanism/ahead.py",
+        (("else value.result()", "else value.result() if value.exception() is None else 0 * self._compute(piece)"),),
+        "tests/mechanism/test_ahead.py::test_a_failing_thread_fails_the_step_and_nothing_is_released",
+    ),
+    Mutant(
+        "the piece that was computed first, whichever is asked for",
+        "mechanism/ahead.py",
+        (("self._values.pop(piece, None)", "self._values.pop(next(iter(self._values), piece), None)"),),
+        "tests/mechanism/test_ahead.py::test_pieces_may_be_taken_in_any_order_and_others_too",
+    ),
+    Mutant(
+        "noise ahead that is the same in each step",
+        "mechanism/noise.py",
+        (('stream("noise", piece.step, piece.name)', 'stream("noise", 0, piece.name)'),),
+        "tests/mechanism/test_noise.py::test_steps_names_and_keys_are_independent",
+    ),
+    Mutant(
         "a transform of the dataset that sees the whole draw",
         "mechanism/sampling.py",
         (("            OneByOne(dataset), batch_sampler", "            dataset, batch_sampler"),),
@@ -93,9 +111,9 @@ MUTANTS = (
         "mechanism/step.py",
         (
             (
-                "stds = self.method.stds(self.noise_multiplier, self.clipping.clip_norm)\n",
-                "stds = self.method.stds(self.noise_multiplier, self.clipping.clip_norm)\n"
-                "        stds = {block: std if sums[block].any() else 0.0 for block, std in stds.items()}\n",
+                "self.noise.add_(self.steps, sums, self._stds(), self._offsets())",
+                "stds = {block: std if sums[block].any() else 0.0 for block, std in self._stds().items()}\n"
+                "            self.noise.add_(self.steps, sums, stds, self._offsets())",
             ),
         ),
         "tests/mechanism/test_step.py::test_unreached_parameters_are_noised_too",
@@ -242,9 +260,9 @@ MUTANTS = (
         "rows are clipped one by one instead of units",
         "mechanism/step.py",
         (
-            ("book.rows_per_record = part.rows", "book.rows_per_record = 1"),
+            ("book.rows_per_record = part.rows * rows_of_loss", "book.rows_per_record = 1"),
             (
-                "losses = part.losses(self.per_sample_loss(self.model, part.batch), book.num_rows)",
+                "losses = part.losses(self.per_sample_loss(self.model, part.batch), book.num_rows // rows_of_loss)",
                 "losses = self.per_sample_loss(self.model, part.batch)",
             ),
             ("units.join(entries, losses, part) if counts else None", "(entries, losses) if counts else None"),

@@ -47,11 +47,15 @@ PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv2d", "scal
 
 @dataclass
 class Counts:
-    """What happened, by "file:line"; copies also by elements, as the largest of each line."""
+    """What happened, by "file:line"; copies also by elements, as the largest of each line.
+
+    The host waits for a copy to the device, unless it is asynchronous.
+    """
 
     syncs: Counter[str] = field(default_factory=Counter)
     copied_to_host: Counter[str] = field(default_factory=Counter)
     copied_to_device: Counter[str] = field(default_factory=Counter)
+    copied_async: Counter[str] = field(default_factory=Counter)
     mixed: Counter[str] = field(default_factory=Counter)
     largest: dict[str, int] = field(default_factory=dict)
 
@@ -143,7 +147,9 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
             if reads:
                 counts.copied("copied_to_host", tensors[-1].numel())
             elif on_host:
-                counts.copied("copied_to_device", on_host[0].numel())
+                asynchronous = kwargs.get("non_blocking") or True in args[2:]  # of `copy_`
+                kind = "copied_async" if asynchronous else "copied_to_device"
+                counts.copied(kind, on_host[0].numel())
     if on_device and name in SYNCHRONISING:
         for counts in _open:
             counts.syncs[caller()] += 1

@@ -92,7 +92,7 @@ def main(folder: str) -> None:
             found[case, device]["counts"] = {
                 stage: {
                     kind: dict(getattr(counts, kind))
-                    for kind in ("syncs", "copied_to_host", "copied_to_device", "mixed", "largest")
+                    for kind in ("syncs", "copied_to_host", "copied_to_device", "copied_async", "mixed", "largest")
                 }
                 for stage, counts in stages.counts.items()
             }

@@ -1,0 +1,73 @@
+"""TRL is optional: without it everything else works; methods without a private version are refused by name."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hf_private
+from tests.support import training, zoo
+
+WITHOUT_TRL = """
+import sys
+sys.modules["trl"] = None  # as if it were not installed
+from importlib.util import find_spec
+import importlib.util
+importlib.util.find_spec = lambda name, *rest: None if name == "trl" else find_spec(name, *rest)
+import hf_private
+for name in hf_private.__all__:
+    getattr(hf_private, name)
+import hf_private.trainer.private, hf_private.cli.main, hf_private.integrations
+try:
+    from hf_private.integrations.trl import DPSFTTrainer
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_without_trl_the_message_names_the_extra() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRL], capture_output=True, text=True, check=True)
+    assert "`trl` must be installed" in done.stdout and "hf-private[trl]" in done.stdout
+
+
+def test_nothing_else_imports_trl() -> None:
+    """Only the integration does, and only when it is asked for."""
+    package = Path(hf_private.__file__).parent
+    importing = {
+        path.relative_to(package).parts[:2]
+        for path in package.rglob("*.py")
+        if any(line.lstrip().startswith(("import trl", "from trl")) for line in path.read_text().splitlines())
+    }
+    assert importing == {("integrations", "trl")}
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("DPGRPOTrainer", "`GRPO` .*normalised over the batch.*rollouts"),
+        ("DPRLOOTrainer", "`RLOO` .*normalised over the batch.*rollouts"),
+        ("DPOnlineDPOTrainer", "`OnlineDPO` .*rollouts"),
+        ("DPKTOTrainer", "`KTO` .*over the whole batch"),
+    ],
+)
+def test_methods_that_cannot_be_private_are_refused_with_the_reason(name: str, reason: str) -> None:
+    trl = pytest.importorskip("hf_private.integrations.trl", reason="needs the extra `trl`")
+    with pytest.raises(NotImplementedError, match=reason):
+        getattr(trl, name)
+    with pytest.raises(AttributeError):
+        _ = trl.DPNothingTrainer
+
+
+def test_online_methods_are_refused_for_any_trainer_class(tmp_path: Path) -> None:
+    class Online(training.TrainingArguments):  # as GRPOConfig
+        num_generations: int = 8
+
+    def arguments(folder: Any, **settings: Any) -> Any:
+        base = training.arguments(folder, **settings)
+        base.__class__ = Online
+        return base
+
+    with pytest.raises(ValueError, match="`num_generations` = 8 .*rollouts"):
+        training.trainer(tmp_path, zoo.small("bert"), make_args=arguments)
