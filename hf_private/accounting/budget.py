@@ -190,8 +190,11 @@ def calibrate(
     accountant: str = "prv",
     spent: Iterable[Event] = (),
     records_per_unit: int = 1,
+    tick: Callable[[], object] = lambda: None,
 ) -> float:
     """Smallest noise multiplier, rounded up to 6 decimals, that keeps `spent` and `steps` more steps within budget.
+
+    `tick` is called before each use of an accountant, each of which may take seconds, to show progress.
 
     >>> calibrate(3.0, 1e-5, sample_rate=0.01, steps=1000, accountant="rdp")
     0.864603
@@ -212,6 +215,7 @@ def calibrate(
         return settings
 
     def excess(name: str, settings: Settings | None, coarse: int = 1) -> float:
+        tick()
         fine = accountants.default_eps_error(settings, target_delta) if settings else 0.0
         return _upper(name, settings, target_delta, coarse * fine, records_per_unit) - (coarse - 1) * fine - goal
 

@@ -5,7 +5,7 @@ the same epsilon it differs: a budget in its terms allows less noise where epsil
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from statistics import NormalDist
 
 import numpy as np
@@ -30,6 +30,7 @@ def calibrate_risk(
     steps: int,
     spent: Iterable[Event] = (),
     records_per_unit: int = 1,
+    tick: Callable[[], object] = lambda: None,
 ) -> float:
     """Smallest noise multiplier, rounded up to 6 decimals, that keeps every attack's advantage within `target_risk`.
 
@@ -42,6 +43,7 @@ def calibrate_risk(
             most a is right at most (1 + a) / 2 of the time, if members and others are equally likely.
         spent: earlier steps on the same records.
         records_per_unit: the attacker looks for a person with up to so many records.
+        tick: called before each use of the accountant, which may take seconds, to show progress.
 
     >>> sigma = calibrate_risk(0.1, sample_rate=0.03, steps=680)
     >>> round(sigma, 2), risk([Event(0.03, (sigma,), 680)], 1e-5).advantage <= 0.1
@@ -62,9 +64,11 @@ def calibrate_risk(
         return (*spent, Event(sample_rate, (sigma,), steps))
 
     def excess(sigma: float) -> float:
+        tick()
         return risk(plan(sigma), None, records_per_unit).advantage - goal
 
-    def roughly(sigma: float) -> float:  # in a hundredth of the time, and hardly more
+    def roughly(sigma: float) -> float:  # in a fraction of the time, and hardly more
+        tick()
         return _rough_advantage(plan(sigma), records_per_unit) - goal
 
     low = high = max(_guess(target_risk, sample_rate * records_per_unit, steps), LEAST_NOISE)

@@ -89,10 +89,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from hf_private.accounting.budget import BudgetExceeded, calibrate, epsilon_of, group_epsilon
+    from hf_private.accounting.budget import BudgetExceeded, epsilon_of, group_epsilon
     from hf_private.accounting.events import Event
     from hf_private.accounting.risk import risk
-    from hf_private.accounting.risk_budget import calibrate_risk
+    from hf_private.spending.limits import limit_of
 
     unit_plans = None
     k = args.records_per_unit
@@ -108,20 +108,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"warning: {weak}", file=sys.stderr)
     steps = args.steps or math.ceil(args.epochs * math.ceil(args.n / args.batch))
     plan = Plan("as requested", args.n, args.batch, steps)
+    limit = limit_of(args.epsilon, args.advantage, args.delta, args.accountant, args.records_per_unit)
+    assert limit is not None, "argparse demands one of --epsilon and --advantage"
     try:
-        if args.advantage is not None:
-            sigma = calibrate_risk(
-                args.advantage, plan.sample_rate, plan.steps, records_per_unit=args.records_per_unit
-            )
-        else:
-            sigma = calibrate(
-                args.epsilon,
-                args.delta,
-                plan.sample_rate,
-                plan.steps,
-                accountant=args.accountant,
-                records_per_unit=args.records_per_unit,
-            )
+        sigma = limit.noise(plan.sample_rate, plan.steps)
     except (ValueError, BudgetExceeded) as error:
         raise UsageError(str(error)) from error
 

@@ -1,6 +1,7 @@
 """BookKeeper: one backward pass, a book of (a, ds), and no parameter gradient from autograd."""
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from .layers import REMEDY, SHARDED_REMEDY, Attribution, Tap, UncoveredError, refusal, sites
+from .layers import REMEDY, SHARDED_REMEDY, Attribution, Tap, Tapped, UncoveredError, own_losses, refusal, sites
 from .method import Full, Method
+from .parts import whole
 from .persample import Dense, PerSample, sq_norms, weighted_sum
 
 
@@ -40,7 +42,7 @@ class BookKeeper:
         self.method = method or Full()
         self.graph_root = torch.zeros((), requires_grad=True)
         self.expanded: set[str] = set()
-        self.guessed: set[str] = set()
+        self.copied: set[str] = set()
         self.attribution = Attribution(model)
         self.sharded = False
         # Rows of the model's inputs that belong to each record of the book, one record after the other. There are
@@ -53,6 +55,8 @@ class BookKeeper:
         self._grads: dict[str, Tensor | None] = {}
         self._undo: list[tuple[nn.Module, str, Any]] = []
         self._hooks: list[RemovableHandle] = []
+        self._tapped: dict[int, Tapped] = {}
+        self._placed: list[tuple[dict, str, Tensor]] = []
 
     # -- attaching and restoring ------------------------------------------------------------------------------
 
@@ -79,7 +83,11 @@ class BookKeeper:
             p.grad = None
         for site in sites(modules):
             tap = Tap(self, site.module, site.path, {local: names[id(p)] for local, p in site.parameters.items()})
+            if not self.sharded:
+                self._placed += tap.place(self._tapped)
             replacement = site.wrap(tap)
+            if replacement is None:
+                continue
             self._undo.append((site.module, site.attribute, site.module.__dict__.get(site.attribute)))
             site.module.__dict__[site.attribute] = replacement
         # `hasattr` on the type: on a module it is slow for an attribute that does not exist.
@@ -103,15 +111,12 @@ class BookKeeper:
             hook.remove()
         for name, p in self._parameters.items():
             p.grad = self._grads[name]
-        self._undo = []
+        for parameters, leaf, parameter in self._placed:
+            parameters[leaf] = parameter
+        self._undo, self._placed, self._tapped = [], [], {}
+        self.__dict__.pop("constants", None)
         self._entries = {}
         self._grads = {}
-        if type(error) is RuntimeError and self.guessed:
-            names = ", ".join(f"`{name}`" for name in sorted(self.guessed))
-            raise UncoveredError(
-                f"{names}: the model failed with one row of positions per record"
-                f" instead of one row for all ({str(error).splitlines()[0]}). Remedy: {REMEDY}."
-            ) from error
 
     def _note_batch_size(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Read N from the inputs of the model, and the leading axis from the inputs of the models inside it."""
@@ -141,6 +146,16 @@ class BookKeeper:
         self.leading = len(first)
         self.attribution.begin(args, kwargs)
 
+    @cached_property
+    def constants(self) -> set[int]:
+        """Where the model's parameters and buffers are stored: no record is in them, whatever their shape."""
+        return {x.untyped_storage().data_ptr() for x in (*self.model.parameters(), *self.model.buffers())}
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether the model was called, so that the number of records is known."""
+        return self._batch_size is not None
+
     @property
     def batch_size(self) -> int:
         """Number of records N in the batch that the model was called with."""
@@ -162,6 +177,7 @@ class BookKeeper:
 
     def observe(self, name: str, value: PerSample) -> None:
         """Add one use of parameter `name` to the book; the rules call this inside the backward pass."""
+        name, value = whole(name, value)
         for block, part in self.method.observe(name, value).items():
             self._entries[block] = self._entries[block] + part if block in self._entries else part
 
@@ -172,15 +188,13 @@ class BookKeeper:
                 f"`losses` must have shape ({self.batch_size},), one loss per record, got {tuple(losses.shape)}. "
                 "A mean over the batch couples the records: use reduction='none'."
             )
+        losses = own_losses(losses)
         if not losses.requires_grad:
             raise UncoveredError("`losses` must depend on a trainable parameter, got losses without a graph.")
         if self.attribution.measure(losses, self.sharded):
-            for p in self._parameters.values():
-                p.grad = None
+            self._reached()
         losses.sum().backward()
-        reached = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-        for p in self._parameters.values():
-            p.grad = None
+        reached = self._reached()
         names = ", ".join(f"`{name}`" for name in reached)
         if reached and self.sharded:  # FSDP2 has added up what autograd found on all ranks
             raise UncoveredError(
@@ -194,6 +208,16 @@ class BookKeeper:
             )
         for name, grad in reached.items():  # in a batch of one, autograd's gradient is that record's
             self.observe(name, Dense(grad.unsqueeze(0)))
+
+    def _reached(self) -> dict[str, Tensor]:
+        """What autograd found for parameters, by name, and forget it."""
+        found: dict[str, Tensor] = {}
+        for name, p in self._parameters.items():
+            for leaf in (p, self._tapped.get(id(p))):
+                if leaf is not None and leaf.grad is not None:
+                    found[name] = found[name] + leaf.grad if name in found else leaf.grad
+                    leaf.grad = None
+        return found
 
     def entries(self) -> Mapping[str, PerSample]:
         """The book: per-sample gradients by block. Blocks are parameters, by name, unless a method changes that."""

@@ -3,10 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tqdm.auto import tqdm
+
 from hf_private.accounting import budget
 from hf_private.accounting.events import Event
 from hf_private.accounting.risk import risk
 from hf_private.accounting.risk_budget import calibrate_risk
+
+PATIENCE = 2.0  # seconds of calibration without a progress bar
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,8 @@ class EpsilonLimit:
     def noise(self, sample_rate: float, steps: int, spent: Iterable[Event] = ()) -> float:
         """Smallest noise multiplier for `steps` more steps; raises `BudgetExceeded` if there is none."""
         plan = self.target, self.delta, sample_rate, steps, self.accountant
-        return budget.calibrate(*plan, spent=spent, records_per_unit=self.records_per_unit)
+        with _progress() as bar:
+            return budget.calibrate(*plan, spent=spent, records_per_unit=self.records_per_unit, tick=bar.update)
 
     def allows(self, event: Event, spent: Iterable[Event] = ()) -> bool:
         """Whether `event` fits after all that is `spent`."""
@@ -47,7 +52,8 @@ class RiskLimit:
 
     def noise(self, sample_rate: float, steps: int, spent: Iterable[Event] = ()) -> float:
         """Smallest noise multiplier for `steps` more steps; raises `BudgetExceeded` if there is none."""
-        return calibrate_risk(self.target, sample_rate, steps, spent, self.records_per_unit)
+        with _progress() as bar:
+            return calibrate_risk(self.target, sample_rate, steps, spent, self.records_per_unit, tick=bar.update)
 
     def allows(self, event: Event, spent: Iterable[Event] = ()) -> bool:
         """Whether `event` fits after all that is `spent`."""
@@ -60,6 +66,10 @@ class RiskLimit:
 
 
 Limit = EpsilonLimit | RiskLimit
+
+
+def _progress() -> tqdm:
+    return tqdm(desc="Calibrating the noise", unit=" trials", leave=False, delay=PATIENCE)
 
 
 def limit_of(

@@ -41,7 +41,10 @@ def check_data(trainer: "LoadingMixin", dataset: Any, logical: LogicalCollator, 
 def public_batch(
     trainer: "LoadingMixin", batch_size: int, length: int, generator: torch.Generator | None
 ) -> dict[str, Tensor]:
-    """A made-up batch: for the model's head, or with the dataset's schema if `per_sample_loss` replaces the head's."""
+    """A made-up batch: of `public_examples`, for the model's head, or with the dataset's schema if `per_sample_loss`
+    replaces the head's."""
+    if trainer.public_examples is not None:
+        return example_batch(trainer, batch_size, generator)
     model = trainer.accelerator.unwrap_model(trainer.model)
     if trainer.per_sample_loss is None or trainer.train_dataset is None:
         return synthetic_batch(model, batch_size, length, generator)
@@ -51,22 +54,49 @@ def public_batch(
         return made_up_batch(trainer, batch_size, length, generator)
 
 
+def example_batch(trainer: "LoadingMixin", batch_size: int, generator: torch.Generator | None) -> dict[str, Tensor]:
+    """Some of `public_examples`, in a batch of the trainer's collator; others for another generator."""
+    examples: Any = trainer.public_examples
+    if examples is trainer.train_dataset:
+        raise ValueError(
+            "`public_examples` must not be `train_dataset`: whether the self-check passes would depend on it. Give a"
+            " few records that anybody may see, such as made-up ones."
+        )
+    if len(examples) <= batch_size:
+        raise ValueError(
+            f"`public_examples` must hold more than {batch_size} records, no two alike, got {len(examples)}: the"
+            " self-check compares batches of different ones. Add some."
+        )
+    seed = 0 if generator is None else generator.initial_seed()
+    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
+    collator = trainer._get_collator_with_removed_columns(trainer.training_collator, description="public")
+    return _tensors(trainer, collator([examples[i] for i in order[:batch_size]]))
+
+
+def _tensors(trainer: "LoadingMixin", batch: Any) -> dict[str, Tensor]:
+    return {name: value for name, value in trainer._prepare_inputs(batch).items() if isinstance(value, Tensor)}
+
+
 def made_up_batch(
     trainer: "LoadingMixin", batch_size: int, length: int, generator: torch.Generator | None
 ) -> dict[str, Tensor]:
     """Made-up records with the schema of the training set, in a batch of its collator."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     generator = generator or torch.Generator().manual_seed(0)
+    varied = [length, *torch.randint(2, max(3, length), (batch_size - 1,), generator=generator).tolist()]
     try:
         make = schema_of(sample(trainer.train_dataset), ranges_of(model))
-        lengths = [length, *torch.randint(2, max(3, length), (batch_size - 1,), generator=generator).tolist()]
         collator = trainer._get_collator_with_removed_columns(trainer.training_collator, description="made-up")
-        batch = collator([make(size, generator) for size in lengths])
-        return {name: value for name, value in trainer._prepare_inputs(batch).items() if isinstance(value, Tensor)}
+        try:
+            batch = collator([make(size, generator) for size in varied])
+        except Exception:  # a collator of records of one length
+            batch = collator([make(length, generator) for _ in varied])
+        return _tensors(trainer, batch)
     except Exception:
         raise ValueError(
-            f"`public_batch` must be overridden for {type(base_model(model)).__name__}: no made-up batch could be"
-            " built for it from the schema of `train_dataset`. Return inputs and labels of made-up records."
+            f"`public_examples` must be given for {type(base_model(model)).__name__}: no made-up batch could be built"
+            " for it from the schema of `train_dataset`. Give a few public records of the same form, or override"
+            " `public_batch`."
         ) from None
 
 

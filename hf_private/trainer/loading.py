@@ -32,6 +32,7 @@ class LoadingMixin(TrainerBase):
     ranks: Ranks
     per_sample_loss: Callable[[Any, Any], Tensor] | None
     anchor_dataset: Any
+    public_examples: Any
     expected_batch_size: int
     unit_column: UnitColumn
     evaluation_guard: EvaluationGuard
@@ -140,7 +141,8 @@ class LoadingMixin(TrainerBase):
         self, batch_size: int, length: int, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
         """A made-up batch for the self-check at the start of `train()`: inputs and labels of records of up to `length`
-        tokens, no two alike. Override it for a model or a `per_sample_loss` that needs other inputs."""
+        tokens, no two alike. It is made for the model's head, or else by the collator, of made-up records with the
+        schema of the training set. `public_examples` replaces those."""
         return public_batch(self, batch_size, length, generator)
 
     # ---- evaluation

@@ -18,7 +18,7 @@ class PrivateNotebookProgress(NotebookProgressCallback):
     ) -> None:
         """Start the table."""
         super().on_train_begin(args, state, control, **kwargs)
-        if args.eval_strategy == IntervalStrategy.NO:
+        if args.eval_strategy == IntervalStrategy.NO and self.training_tracker is not None:
             self.training_tracker.inner_table = [[self.first_column, COLUMN]]
 
     def on_log(

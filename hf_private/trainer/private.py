@@ -79,6 +79,7 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
         dp_config: DPConfig | None = None,
         per_sample_loss: Callable[[Any, Any], Tensor] | None = None,
         anchor_dataset: Any = None,
+        public_examples: Any = None,
         continues: str | Path | None = None,
         **arguments: Any,
     ) -> None:
@@ -93,6 +94,7 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
             )
         self.per_sample_loss = per_sample_loss
         self.anchor_dataset = anchor_dataset
+        self.public_examples = public_examples
         self._given_batch_size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         self.expected_batch_size = dp_config.expected_batch_size or self._given_batch_size
         self.evaluation_guard = EvaluationGuard(self)

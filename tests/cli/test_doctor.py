@@ -101,6 +101,20 @@ def test_a_folder_with_an_adapter_is_read(tmp_path: Path, capsys: pytest.Capture
     assert [*found["methods"]] == ["plain training", "BK"]
 
 
+class Multiply(torch.autograd.Function):
+    """A function of its own, which no rule knows."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, *grads):
+        x, w = ctx.saved_tensors
+        return grads[0] @ w.t(), x.t() @ grads[0]
+
+
 class Twice(nn.Module):
     """Two different uses that no rule covers, and a parameter that is never used."""
 
@@ -112,7 +126,7 @@ class Twice(nn.Module):
         self.idle = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x) @ self.left) @ (2 * self.right)
+        return Multiply.apply(self.second(Multiply.apply(self.first(x), self.left)), 2 * self.right)
 
 
 def test_all_refusals_are_found_at_once() -> None:

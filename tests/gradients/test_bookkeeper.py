@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from hf_private.gradients.bookkeeper import BookKeeper
-from hf_private.gradients.layers import UncoveredError
 from hf_private.gradients.method import Full
 from hf_private.gradients.persample import Dense, Outer
 from tests.support import oracle, zoo
@@ -27,18 +26,11 @@ def test_single_records_and_single_tokens_are_exact(name, batch_size, length):
     assert_exact(model, loss, zoo.make_batch(model, batch_size, length))
 
 
-@pytest.mark.parametrize("name", zoo.ONE_RECORD_FAMILIES)
-def test_one_record_families_are_exact_alone_and_refused_in_a_batch(name):
-    model, loss = zoo.build(name)
-    model.eval()
-    assert_exact(model, loss, zoo.make_batch(model, batch_size=1))
-    with pytest.raises(UncoveredError, match=r"`.*`.*Remedy"), BookKeeper(model) as book:
-        book.backward(loss(model, zoo.make_batch(model, batch_size=3)))
-
-
 @pytest.mark.parametrize("name", [name for name in zoo.FAMILIES if name != "albert"])  # has none
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_is_exact(name, reentrant):
+    if reentrant and name == "deberta-v2":
+        pytest.skip("what all records share cannot enter a reentrant checkpoint: torch raises an error")
     model, loss = zoo.build(name)
     batch = zoo.make_batch(model, batch_size=3)
     for module in model.modules():
@@ -179,7 +171,7 @@ def test_other_layer_kinds_are_exact():
     assert_exact(model, lambda m, b: m(b["x"]), {"x": torch.randn(3, 4, 9).double()})
 
 
-def test_a_parameter_list_beside_covered_layers_is_refused_by_name():
+def test_a_parameter_list_beside_covered_layers_is_exact():
     class Scaled(SeveralKinds):
         def __init__(self):
             super().__init__()
@@ -189,9 +181,8 @@ def test_a_parameter_list_beside_covered_layers_is_refused_by_name():
             return super().forward(x) * self.scales[0]
 
     model = Scaled().double()
-    with pytest.raises(UncoveredError, match=r"Remedy"), BookKeeper(model) as book:
-        book.backward(model(torch.randn(3, 4, 9).double()))
-    assert_exact(model, lambda m, b: m(b["x"]), {"x": torch.randn(1, 4, 9).double()})
+    for batch_size in (1, 3, 4):
+        assert_exact(model, lambda m, b: m(b["x"]), {"x": torch.randn(batch_size, 4, 9).double()})
 
 
 def test_a_parameter_with_two_names_in_one_module_is_exact():

@@ -90,24 +90,42 @@ def test_a_record_with_nan_contributes_nothing_and_the_others_are_unchanged(name
             torch.testing.assert_close(value, sums[block])
 
 
-class RawMatrix(nn.Module):
-    """A weight used by plain matmul: no rule knows it."""
+class Multiply(torch.autograd.Function):
+    """A function of its own, which nobody sees into."""
 
-    def __init__(self):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, *grads):
+        x, w = ctx.saved_tensors
+        return grads[0] @ w.t(), x.t() @ grads[0]
+
+
+class RawMatrix(nn.Module):
+    """A weight used by a function that no rule knows, as it is or computed of others."""
+
+    def __init__(self, computed):
         super().__init__()
-        self.first, self.w = nn.Linear(3, 4), nn.Parameter(torch.randn(4, 2))
+        self.first, self.w, self.computed = nn.Linear(3, 4), nn.Parameter(torch.randn(4, 2)), computed
 
     def forward(self, x):
-        return self.first(x) @ self.w
+        return Multiply.apply(self.first(x), self.w.exp() if self.computed else self.w)
 
 
-def test_an_uncovered_use_is_an_error_by_name_and_exact_in_a_batch_of_one():
-    model = RawMatrix().double()
+@pytest.mark.parametrize("computed", [False, True])
+def test_an_uncovered_use_is_an_error_by_name_and_exact_in_a_batch_of_one(computed):
+    model = RawMatrix(computed).double()
 
     def loss(model, batch):
         return model(batch["x"]).square().sum(1)
 
-    with pytest.raises(UncoveredError, match=r"`w`.*`parameter.requires_grad_\(False\)`"), BookKeeper(model) as book:
+    with (
+        pytest.raises(UncoveredError, match=r"(?s)`w`.*`parameter.requires_grad_\(False\)`"),
+        BookKeeper(model) as book,
+    ):
         book.backward(loss(model, {"x": torch.randn(3, 3).double()}))
     assert_exact(model, loss, {"x": torch.randn(1, 3).double()})
 
@@ -125,14 +143,17 @@ def test_modules_that_mix_records_are_refused_with_path_and_remedy(module, match
         pass
 
 
-def test_a_computed_weight_is_refused():
+def test_a_computed_weight_is_exact():
     class Standardised(nn.Linear):
         def forward(self, x):
             return nn.functional.linear(x, self.weight - self.weight.mean(), self.bias)
 
-    model = Standardised(3, 2)
-    with pytest.raises(UncoveredError, match=r"\(Standardised\).*\(2, 3\)"), BookKeeper(model) as book:
-        book.backward(model(torch.randn(4, 3)).sum(1))
+    torch.manual_seed(0)
+    model = Standardised(3, 2).double()
+    for batch_size in (1, 2, 4):
+        assert_exact(
+            model, lambda model, batch: model(batch["x"]).square().sum(1), {"x": torch.randn(batch_size, 3).double()}
+        )
 
 
 def weight_norm(layer):
@@ -141,17 +162,16 @@ def weight_norm(layer):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("norm", [weight_norm, nn.utils.weight_norm])
-def test_a_computed_weight_is_exact_alone_and_the_remedy_fits_the_batch_size(norm):
-    """wav2vec2's convolution: in a batch of one, autograd's gradient is that of the record."""
+def test_weight_norm_is_exact(norm):
+    """wav2vec2's convolution has it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), norm(nn.Linear(4, 2))).double()
 
     def loss(model, batch):
         return model(batch["x"]).square().sum(1)
 
-    assert_exact(model, loss, {"x": torch.randn(1, 3).double()})
-    with pytest.raises(UncoveredError, match="per_device_train_batch_size=1"), BookKeeper(model) as book:
-        book.backward(loss(model, {"x": torch.randn(2, 3).double()}))
+    for batch_size in (1, 2, 4):
+        assert_exact(model, loss, {"x": torch.randn(batch_size, 3).double()})
 
 
 class Unbatched(nn.Conv1d):
@@ -161,12 +181,12 @@ class Unbatched(nn.Conv1d):
         return super().forward(x[0]).unsqueeze(0)
 
 
-def test_a_layer_without_a_batch_axis_is_exact_alone_and_refused_in_company():
+def test_a_layer_that_sees_one_record_alone_is_exact_alone_and_refused_in_company():
     model = nn.Sequential(nn.Conv1d(3, 4, 1), Unbatched(4, 2, 1)).double()
 
     def loss(model, batch):
-        return model(batch["x"]).square().sum((1, 2))
+        return model(batch["x"]).expand(len(batch["x"]), -1, -1).square().sum((1, 2))
 
     assert_exact(model, loss, {"x": torch.randn(1, 3, 5).double()})
-    with pytest.raises(UncoveredError, match="`1`.*Remedy"), BookKeeper(model):
-        loss(model, {"x": torch.randn(3, 3, 5).double()})
+    with pytest.raises(UncoveredError, match="`0.weight`.*Remedy"), BookKeeper(model) as book:
+        book.backward(loss(model, {"x": torch.randn(3, 3, 5).double()}))

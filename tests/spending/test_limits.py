@@ -9,6 +9,7 @@ from hf_private.accounting.budget import BudgetExceeded
 from hf_private.accounting.events import Event
 from hf_private.accounting.risk import risk
 from hf_private.publishing.verify import verify
+from hf_private.spending import limits
 from hf_private.spending import spending as module
 from hf_private.spending.limits import EpsilonLimit, RiskLimit, limit_of
 from hf_private.spending.spending import Spending
@@ -93,6 +94,18 @@ def test_which_limit_the_settings_name() -> None:
     assert limit_of(None, None, DELTA, "rdp", 1) is None
     with pytest.raises(ValueError, match="`target_epsilon` and `target_risk`"):
         limit_of(3.0, 0.1, DELTA, "rdp", 1)
+
+
+@pytest.mark.parametrize("limit", [EpsilonLimit(1.0, DELTA, "rdp"), RiskLimit(0.1)])
+def test_a_long_calibration_shows_progress(
+    limit: EpsilonLimit | RiskLimit, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(limits, "PATIENCE", 1e6)
+    quick = limit.noise(0.5, 10)
+    assert "Calibrating" not in capsys.readouterr().err
+    monkeypatch.setattr(limits, "PATIENCE", 0.0)
+    assert limit.noise(0.5, 10) == quick
+    assert "Calibrating the noise" in capsys.readouterr().err
 
 
 def test_a_trainer_keeps_to_it_and_its_card_verifies(tmp_path: Path) -> None:

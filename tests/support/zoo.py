@@ -47,6 +47,11 @@ _BART = SIZE | dict(
     decoder_layers=2, decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, decoder_start_token_id=2,
     forced_eos_token_id=None, dropout=0.0,
 )  # fmt: skip
+_DEBERTA = SIZE | dict(
+    relative_attention=True, position_buckets=4, share_att_key=True, norm_rel_ebd="layer_norm",
+    pos_att_type=["p2c", "c2p"], position_biased_input=False, type_vocab_size=0,
+)  # fmt: skip
+_MIXTRAL = LLAMA | dict(num_local_experts=3, experts_implementation="eager")  # the others have no float64
 
 Row = tuple[str, dict[str, Any]]  # class in transformers, arguments of its config
 
@@ -73,8 +78,10 @@ FAMILIES: dict[str, Row] = {
     "t5": ("T5ForConditionalGeneration", _T5),
     "bart": ("BartForConditionalGeneration", _BART),
     "vit": ("ViTForImageClassification", IMAGE),
+    "deberta-v2": ("DebertaV2ForSequenceClassification", _DEBERTA),
+    "mixtral": ("MixtralForCausalLM", _MIXTRAL),
 }
-HEADS: dict[str, Row] = {  # further heads, and models whose loss is known but which the engine refuses
+HEADS: dict[str, Row] = {  # further heads
     "bert-regression": ("BertForSequenceClassification", SIZE | dict(num_labels=1)),
     "bert-regression-3": ("BertForSequenceClassification", SIZE | dict(problem_type="regression")),
     "bert-multi": ("BertForSequenceClassification", SIZE | dict(problem_type="multi_label_classification")),
@@ -89,10 +96,6 @@ HEADS: dict[str, Row] = {  # further heads, and models whose loss is known but w
     "llama-cls": ("LlamaForSequenceClassification", LLAMA),
     "llama-token": ("LlamaForTokenClassification", LLAMA),
     "llama-qa": ("LlamaForQuestionAnswering", LLAMA),
-    "mixtral": (
-        "MixtralForCausalLM",
-        LLAMA | dict(num_local_experts=2, experts_implementation="eager"),  # the others have no float64
-    ),
     "t5-cls": ("T5ForSequenceClassification", _T5 | dict(classifier_dropout=0.0)),
     "bart-cls": ("BartForSequenceClassification", _BART),
     "bart-qa": ("BartForQuestionAnswering", _BART),
@@ -102,16 +105,6 @@ HEADS: dict[str, Row] = {  # further heads, and models whose loss is known but w
         dict(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3),
     ),
 }
-# Exact with micro-batches of one record only: their position tables have no batch axis (refused by name otherwise).
-ONE_RECORD_FAMILIES: dict[str, Row] = {
-    "deberta-v2": (
-        "DebertaV2ForSequenceClassification",
-        SIZE | dict(
-            relative_attention=True, position_buckets=4, share_att_key=True, norm_rel_ebd="layer_norm",
-            pos_att_type=["p2c", "c2p"], position_biased_input=False, type_vocab_size=0,
-        ),
-    ),
-}  # fmt: skip
 MODELS = FAMILIES | HEADS  # every model that has a loss of Transformers
 
 
@@ -159,7 +152,7 @@ COVERED = [*FAMILIES, *PLAIN]  # the engine is exact for these, in batches of an
 
 def config(name: str, **changes: Any) -> Any:
     """Config of a listed model; `changes` replace its arguments."""
-    kind, arguments = (MODELS | ONE_RECORD_FAMILIES)[name]
+    kind, arguments = MODELS[name]
     return getattr(hf, kind).config_class(**arguments | changes, architectures=[kind])
 
 

@@ -399,7 +399,7 @@ def test_a_custom_head_that_cannot_be_made_up_is_told_what_to_override(tmp_path:
         per_sample_loss=lambda outputs, labels: outputs["logits"].sum(-1), per_device_train_batch_size=1,
         dp={"expected_batch_size": 4},
     )  # fmt: skip
-    with pytest.raises(ValueError, match="`public_batch` must be overridden for TwoLabels"):
+    with pytest.raises(ValueError, match="`public_examples` must be given for TwoLabels"):
         made.train()
 
 

@@ -21,16 +21,21 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
+from .attention import attention
 from .attribution import Attribution, UncoveredError
 from .conv import conv
 from .copies import relative_bias, relative_table, run_each, run_with_copies
 from .embedding import embedding
-from .linear import addmm, conv1d, linear
+from .linear import addmm, bmm, conv1d, linear, matmul
 from .norms import group_norm, layer_norm, rms_norm
+from .routed import is_adapted, is_experts, run_routed
+from .shared import own_losses
 from .tap import REMEDY, SHARDED_REMEDY, AutogradOnlyError, Tap
+from .tapped import Tapped
 
 RULES: dict[Callable, Callable] = {
     F.linear: linear,
@@ -42,10 +47,19 @@ RULES: dict[Callable, Callable] = {
     torch.conv1d: conv,
     torch.conv2d: conv,
     torch.conv3d: conv,
+    **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), matmul),
+    **dict.fromkeys((torch.bmm, Tensor.bmm), bmm),
+    F.multi_head_attention_forward: attention,
 }
 
+EITHER = {func for func, rule in RULES.items() if rule is matmul}  # the parameter is the first argument, or the second
+# Which argument of them is the input, where it is not the first.
+INPUTS: dict[Callable, int] = {torch.addmm: 1}
+# Rules whose input may also be what all records share.
+TAKE_SHARED = {F.linear, F.layer_norm}
+
 # Modules that hand their parameters to one of these functions; other modules' small parameters are copied instead.
-FUNCTIONAL = (nn.Linear, Conv1D, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _ConvNd)
+FUNCTIONAL = (nn.Linear, Conv1D, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _ConvNd, ParametrizationList)
 CONTAINERS = (nn.ParameterDict, nn.ParameterList)
 
 # What these very classes do, not their subclasses: there is nothing around the call that could go unseen.
@@ -55,7 +69,10 @@ DIRECT: dict[type[nn.Module], Callable] = {
     Conv1D: conv1d,
 }
 
-__all__ = ["REMEDY", "RULES", "SHARDED_REMEDY", "Attribution", "Site", "Tap", "UncoveredError", "refusal", "sites"]
+__all__ = [
+    "REMEDY", "RULES", "SHARDED_REMEDY", "Attribution", "Site", "Tap", "Tapped", "UncoveredError",
+    "own_losses", "refusal", "sites",
+]  # fmt: skip
 
 
 class _Redirect(TorchFunctionMode):
@@ -84,18 +101,21 @@ class Site:
     path: str
     module: nn.Module
     parameters: dict[str, nn.Parameter]  # by the name within the module
-    kind: str  # "function", "copies", "each record", "relative bias"
+    kind: str  # "function", "copies", "each record", "relative bias", "experts"
 
     @property
     def attribute(self) -> str:
         return "compute_bias" if self.kind == "relative bias" else "forward"
 
-    def wrap(self, tap: Tap) -> Callable:
-        """The replacement of `module.<attribute>`."""
+    def wrap(self, tap: Tap) -> Callable | None:
+        """The replacement of `module.<attribute>`, if there is one: most parameters are caught where they are used."""
         original, direct = getattr(self.module, self.attribute), DIRECT.get(type(self.module))
         computed = any(name in self.module.__dict__ for name in ("weight", "bias"))  # torch's older weight_norm
         if direct and self.kind == "function" and self.attribute not in self.module.__dict__ and not computed:
             return partial(direct, tap, self.module)
+        # Around other modules' calls a copy may meet the wrong axis, so there they are made at the use itself.
+        if not tap.book.sharded and (self.kind == "function" or self.kind == "copies" and any(self.module.children())):
+            return None
         if self.kind == "function":
 
             def redirected(*args: Any, **kwargs: Any) -> Any:
@@ -103,7 +123,12 @@ class Site:
                     return original(*args, **kwargs)
 
             return redirected
-        run = {"copies": run_with_copies, "each record": run_each, "relative bias": relative_bias}[self.kind]
+        run = {
+            "copies": run_with_copies,
+            "each record": run_each,
+            "relative bias": relative_bias,
+            "experts": run_routed,
+        }[self.kind]
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return run(tap, original, args, kwargs)
@@ -132,6 +157,8 @@ def sites(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Site]:
             yield Site(path, module, inside, "each record")
         own = {name: p for name, p in module._parameters.items() if p is not None and p.requires_grad}
         if not own:
+            if is_adapted(path) and is_experts(module, module._parameters):
+                yield Site(path, module, {}, "experts")
             continue
         if isinstance(module, FUNCTIONAL):
             small = {}
@@ -140,6 +167,9 @@ def sites(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Site]:
         else:
             small = {name: p for name, p in own.items() if p.dim() > 1 and p.shape[0] == 1}
         large = {name: p for name, p in own.items() if name not in small}
+        if is_experts(module, own):
+            yield Site(path, module, own, "experts")
+            continue
         if small:
             yield Site(path, module, small, "copies")
         if large:

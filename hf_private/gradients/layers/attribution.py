@@ -39,6 +39,7 @@ from hf_private.gradients.persample import widen
 if TYPE_CHECKING:
     from .tap import Tap
 
+PART = "@"  # between a parameter's name and the part of it: `experts.down_proj@3`, `lm_head.weight@T`
 Names = tuple[str | None, ...]  # of the parameters in one call
 SMALLEST = 1e-30  # output gradients below this are no evidence
 
@@ -69,6 +70,7 @@ class Layout:
 
 
 MODELS: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, dict[tuple, Layout]]] = WeakKeyDictionary()
+MERGES: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, dict[tuple, tuple]]] = WeakKeyDictionary()
 
 
 class Attribution:
@@ -80,6 +82,7 @@ class Attribution:
 
     def __init__(self, model: nn.Module) -> None:
         self._layouts = MODELS.setdefault(model, WeakKeyDictionary())
+        self._merges = MERGES.setdefault(model, WeakKeyDictionary())
         self._inputs: frozenset[tuple] = frozenset()
         self._new = False  # a use was announced that was not measured before
         self._recording = False
@@ -89,6 +92,10 @@ class Attribution:
     def layouts(self, module: nn.Module) -> dict[tuple, Layout]:
         """What is known of a module: layouts by the inputs of the model, names of parameters, and rank."""
         return self._layouts.setdefault(module, {})
+
+    def merges(self, module: nn.Module) -> dict[tuple, tuple]:
+        """Where activations had their records when they met copies of a module's parameters, by call."""
+        return self._merges.setdefault(module, {})
 
     def begin(self, args: tuple, kwargs: dict) -> None:
         """Note the inputs of the model: other names or ranks may mean other layouts."""
@@ -109,9 +116,9 @@ class Attribution:
             return True
         return False
 
-    def knows(self, tap: Tap, names: Names, rank: int) -> bool:
-        """Whether a use of these parameters with `rank` axes before the features was measured."""
-        return (self._inputs, names, rank) in tap.layouts
+    def require(self) -> None:
+        """Have this batch measured: copies of a parameter meet activations of new shapes."""
+        self._new = True
 
     def measure(self, losses: Tensor, sharded: bool) -> bool:
         """Run the backward pass of weighted losses if one of the announced uses is new. Returns whether it ran."""
@@ -150,7 +157,7 @@ class Attribution:
         queue = self._weighted.get((tap, names))
         found = self._find(tap, ds, queue.pop(0), rank, layout) if queue else None
         if found is None:
-            shown = " and ".join(f"`{name}`" for name in names if name)
+            shown = " and ".join(f"`{name.partition(PART)[0]}`" for name in names if name)
             raise UncoveredError(
                 f"{shown} ({type(tap.module).__name__}): the gradient of its output, of shape"
                 f" {tuple(ds.shape)}, cannot be divided among the {tap.batch_size} records of the batch. Either they"

@@ -10,6 +10,7 @@ In a batch of one record nothing is copied: autograd's own gradient is that reco
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from .attribution import UncoveredError
 from .tap import Tap, copies
+
+UNFIT: WeakSet[nn.Module] = WeakSet()  # modules that do not run with copies of their parameters
 
 
 @contextmanager
@@ -50,9 +53,22 @@ def _refuse(tap: Tap, error: Exception) -> UncoveredError:
 
 
 def run_with_copies(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> Any:
-    """Run a module with its parameters expanded to (N, 1, ..., 1, *shape), so that they broadcast as before."""
-    if tap.lone:
+    """Run a module with its parameters expanded to (N, 1, ..., 1, *shape), so that they broadcast as before.
+
+    If that does not work, they are copied where they are used instead (`shared.py`): slower, and more general.
+    """
+    if tap.lone or tap.module in UNFIT:
         return forward(*args, **kwargs)
+    try:
+        return _run_with_copies(tap, forward, args, kwargs)
+    except UncoveredError:
+        if tap.book.sharded:
+            raise
+    UNFIT.add(tap.module)
+    return forward(*args, **kwargs)
+
+
+def _run_with_copies(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> Any:
     x = _first_tensor(args, kwargs)
     axes = 1 if x is None else x.dim()
     records = tap.num_rows
@@ -111,7 +127,7 @@ def _check_output(tap: Tap, forward: Callable, args: tuple, kwargs: dict, y: Any
 def run_each(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> Any:
     """Run a module under vmap, each record as a batch of one with its own copy of the parameters."""
     records = tap.num_rows
-    if tap.lone:
+    if tap.lone or tap.module in UNFIT:
         return forward(*args, **kwargs)
     mapped = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.dim() and x.shape[0] == records]
 
@@ -126,7 +142,10 @@ def run_each(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> Any:
         replacements = {local: copies(tap, local) for local in tap.names}
         return torch.vmap(one, randomness="different")(replacements, *(args[i] for i in mapped))
     except (RuntimeError, AttributeError) as error:
-        raise error if isinstance(error, UncoveredError) else _refuse(tap, error) from error
+        if tap.book.sharded:
+            raise error if isinstance(error, UncoveredError) else _refuse(tap, error) from error
+    UNFIT.add(tap.module)
+    return forward(*args, **kwargs)
 
 
 def relative_bias(tap: Tap, compute_bias: Callable, args: tuple, kwargs: dict) -> Tensor:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from hf_private.gradients.persample import Rows
 
+from .shared import Shared
 from .tap import Tap, UncoveredError
 
 
@@ -49,9 +50,12 @@ def embedding(
             f"`{tap.path}` has `{option}`, which lets records meet. Remedy: build it without, or freeze it."
         )
     name = tap.name(weight)
-    # Position ids of shape (1, T) or (T,): autograd would sum over the batch before the rule sees the gradient.
-    if input.dim() == 1 and tap.batch_size > 1 and _positions(tap, name, input):
-        input = input.unsqueeze(0)
+    # Ids without records, as of positions: autograd would sum over the batch before the rule sees the gradient.
+    if tap.batch_size > 1 and not tap.book.sharded and _is_shared(tap, input):
+        ids = input.unsqueeze(0).expand(tap.batch_size, *input.shape)
+        new = tap.announce((name,), ids.shape)
+        rows = _Embedding.apply(tap.graph_root, ids, tap.detached(weight), padding_idx, tap, name)
+        return Shared(rows, tap, frozenset([str(name)]), new)
     if input.dim() > 1 and input.shape[0] == 1 and tap.leading > 1:
         input = input.expand(tap.leading, *input.shape[1:])
         tap.book.expanded.add(tap.path)
@@ -59,16 +63,16 @@ def embedding(
     return _Embedding.apply(tap.graph_root, input, tap.detached(weight), padding_idx, tap, name)
 
 
-def _positions(tap: Tap, name: str | None, index: Tensor) -> bool:
-    """Whether ids (T,) are positions for all records, and not one id or several for each: consecutive numbers.
+def _is_shared(tap: Tap, index: Tensor) -> bool:
+    """Whether all records share these ids: positions (T,), which are consecutive, or distances (T, T).
 
-    `Attribution` refuses a wrong guess, and remembers a right one.
+    It is right in any case that each record gets its own rows of the table for all of them, and picks what it needs.
     """
-    if tap.knows((name,), rank=1) or index.is_meta:
+    if index.is_meta or index.numel() == 0:
         return False
-    if tap.knows((name,), rank=2):
-        return True
-    found = len(index) > 1 and bool((index.diff() == 1).all())
-    if found and name is not None:
-        tap.book.guessed.add(name)
-    return found
+    if index.dim() == 1:
+        return len(index) % tap.num_rows != 0 or (len(index) > 1 and bool((index.diff() == 1).all()))
+    length, width = index.shape[:2]
+    if length in (tap.num_rows, tap.leading):  # unless as many records as tokens make distances look like records
+        return length == width > 1 and torch.equal(index[1:, 1:], index[:-1, :-1])
+    return length > 1

@@ -8,7 +8,9 @@ from transformers.pytorch_utils import Conv1D
 from hf_private.gradients.persample import Dense, Outer, widen
 
 from .recompute import recompute_fn
-from .tap import Tap
+from .special import is_special, special
+from .tap import AutogradOnlyError, Tap
+from .tapped import Tapped
 
 
 class _Linear(torch.autograd.Function):
@@ -47,6 +49,8 @@ class _Linear(torch.autograd.Function):
 
 def linear(tap: Tap, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Rule for `F.linear`: input (..., in), weight (out, in)."""
+    if is_special(tap, input) and (rule := special(tap, input)):
+        return rule(lambda x: linear(tap, x, weight, bias))
     names = (tap.name(weight), tap.name(bias))
     tap.announce(names, input.shape[:-1])
     return _Linear.apply(tap.graph_root, input, tap.detached(weight), tap.detached(bias), tap, names, False)
@@ -54,6 +58,8 @@ def linear(tap: Tap, input: Tensor, weight: Tensor, bias: Tensor | None = None) 
 
 def conv1d(tap: Tap, module: Conv1D, input: Tensor) -> Tensor:
     """Rule for Hugging Face's Conv1D itself, which flattens its input (..., in) around `torch.addmm`."""
+    if is_special(tap, input) and (rule := special(tap, input)):
+        return rule(lambda x: conv1d(tap, module, x))
     weight, bias = module.weight, module.bias
     names = (tap.name(weight), tap.name(bias))
     tap.announce(names, input.shape[:-1])
@@ -65,3 +71,25 @@ def addmm(tap: Tap, input: Tensor, mat1: Tensor, mat2: Tensor) -> Tensor:
     names = (tap.name(mat2), tap.name(input))
     tap.announce(names, mat1.shape[:-1])
     return _Linear.apply(tap.graph_root, mat1, tap.detached(mat2), tap.detached(input), tap, names, True)
+
+
+def matmul(tap: Tap, input: Tensor, other: Tensor) -> Tensor:
+    """Rule for `x @ weight`, x (..., in), weight (in, out), and for `weight @ x`, weight (out, in), x (..., in, T)."""
+    if isinstance(input, Tapped):
+        if isinstance(other, Tapped) or input.dim() != 2 or other.dim() < 3:
+            raise AutogradOnlyError(f"`{tap.path}` multiplies a weight of shape {tuple(input.shape)}.")
+        return linear(tap, other.mT, input).mT
+    if is_special(tap, input) and (rule := special(tap, input)):
+        return rule(lambda x: matmul(tap, x, other))
+    if input.dim() < 2 or other.dim() != 2:
+        raise AutogradOnlyError(f"`{tap.path}` multiplies by a weight of shape {tuple(other.shape)}.")
+    names = (tap.name(other), None)
+    tap.announce(names, input.shape[:-1])
+    return _Linear.apply(tap.graph_root, input, tap.detached(other), None, tap, names, True)
+
+
+def bmm(tap: Tap, input: Tensor, mat2: Tensor) -> Tensor:
+    """Rule for `torch.bmm(x, weight)`: x (experts, rows, in), weight (experts, in, out)."""
+    if not isinstance(mat2, Tapped):
+        raise AutogradOnlyError(f"`{tap.path}` multiplies by a computed weight of shape {tuple(mat2.shape)}.")
+    return torch.stack([matmul(tap, x, mat2[e]) for e, x in enumerate(input)])

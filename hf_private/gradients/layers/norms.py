@@ -6,6 +6,7 @@ from torch import Tensor
 
 from hf_private.gradients.persample import Dense, widen
 
+from .special import is_special, special
 from .tap import AutogradOnlyError, Tap, copied
 
 
@@ -52,6 +53,8 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """Rule for `F.layer_norm`: input (..., *normalized_shape)."""
+    if is_special(tap, input) and (rule := special(tap, input)):
+        return rule(lambda x: layer_norm(tap, x, normalized_shape, weight, bias, eps))
     names = (tap.name(weight), tap.name(bias))
     tap.announce(names, input.shape[: input.dim() - len(normalized_shape)])
     weight, bias = tap.detached(weight), tap.detached(bias)

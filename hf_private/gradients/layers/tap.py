@@ -1,6 +1,7 @@
 """What a rule sees of the book: the records, a scalar that keeps the graph alive, and where to write."""
 
-from typing import Protocol, overload
+from collections.abc import Iterator
+from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from hf_private.gradients.persample import Dense, PerSample
 
 from .attribution import Attribution, Names, UncoveredError
+from .tapped import Tapped
 
 FREEZE = "freeze it (`parameter.requires_grad_(False)`)"
 REMEDY = (
@@ -22,11 +24,15 @@ class Book(Protocol):
     graph_root: Tensor
     leading: int
     expanded: set[str]  # paths of embeddings whose positions (1, T) became (N, T)
-    guessed: set[str]  # parameters whose ids (T,) were taken for positions for the first time
+    copied: set[str]  # weights of which each record got its own copy
     sharded: bool
     rows_per_record: int
     attribution: Attribution
 
+    @property
+    def has_batch(self) -> bool: ...
+    @property
+    def constants(self) -> set[int]: ...
     @property
     def batch_size(self) -> int: ...
     @property
@@ -49,6 +55,7 @@ class Tap:
         self.path = path
         self.names = names
         self.layouts = book.attribution.layouts(module)
+        self.merges = book.attribution.merges(module)
         places = [(local, *local.rpartition(".")[::2]) for local in names]
         self._places = {local: (module.get_submodule(owner)._parameters, leaf) for local, owner, leaf in places}
 
@@ -84,14 +91,31 @@ class Tap:
         return FREEZE if self.batch_size == 1 else REMEDY
 
     def name(self, tensor: Tensor | None) -> str | None:
-        """The book's name of a trainable parameter of this module, None for any other tensor.
+        """The book's name of a trainable parameter, None for any other tensor.
 
-        Looked up at the time of the call: sharded training swaps the parameter objects around each forward.
+        Sharded training swaps the parameter objects around each forward, so there it is looked up.
         """
+        if type(tensor) is Tapped:
+            return tensor.entry
         for local, (parameters, leaf) in self._places.items():
             if parameters[leaf] is tensor:
                 return self.names[local]
         return None
+
+    def place(self, tapped: dict[int, Any]) -> Iterator[tuple[dict, str, Tensor]]:
+        """Put `Tapped` parameters in the places of those of this module, one for each of the model's parameters.
+
+        Yields each place with the parameter that was there.
+        """
+        for local, (parameters, leaf) in self._places.items():
+            parameter = parameters[leaf]
+            assert parameter is not None, "a tap is for parameters that exist"
+            if isinstance(parameter, Tapped):
+                continue
+            yield parameters, leaf, parameter
+            if id(parameter) not in tapped:
+                tapped[id(parameter)] = Tapped.of(parameter, self, self.names[local])
+            parameters[leaf] = tapped[id(parameter)]
 
     def parameter(self, local: str) -> Tensor:
         parameters, leaf = self._places[local]
@@ -107,6 +131,8 @@ class Tap:
         """`tensor` outside the graph: a parameter of this module, or one that is frozen."""
         if tensor is None:
             return None
+        if type(tensor) is Tapped:
+            return tensor.plain
         if tensor.requires_grad and self.name(tensor) is None:
             raise AutogradOnlyError(
                 f"`{self.path}` ({type(self.module).__name__}) computes a weight of shape {tuple(tensor.shape)} from "
@@ -123,10 +149,6 @@ class Tap:
         Returns whether it is new.
         """
         return self.book.attribution.announce(self, names, leading)
-
-    def knows(self, names: Names, rank: int) -> bool:
-        """Whether a use of these parameters with `rank` axes before the features was measured."""
-        return self.book.attribution.knows(self, names, rank)
 
     def axis(self, names: Names, ds: Tensor, rank: int, remember: bool = True) -> int | None:
         """The axis among the first `rank` of an output gradient that holds the records; None: write nothing."""
@@ -151,6 +173,11 @@ class Tap:
         )
 
 
+def plain(parameter: Tensor) -> Tensor:
+    """A parameter outside the graph."""
+    return parameter.plain if isinstance(parameter, Tapped) else parameter.detach()
+
+
 class _Copies(torch.autograd.Function):
     """One copy of a parameter per record; the gradient of the copies is the per-sample gradient."""
 
@@ -171,7 +198,7 @@ class _Copies(torch.autograd.Function):
 
 def copies(tap: Tap, local: str) -> Tensor:
     """`tap`'s parameter, once per row: (rows, *shape). The rows of one record share a copy."""
-    copy = copied(tap, tap.parameter(local).detach(), tap.names[local])
+    copy = copied(tap, plain(tap.parameter(local)), tap.names[local])
     rows = tap.book.rows_per_record
     return copy if rows == 1 else copy.repeat_interleave(rows, 0)
 

@@ -193,7 +193,7 @@ MUTANTS = (
         "all records weigh the same in the pass that tells them apart",
         "gradients/layers/attribution.py",
         (("    return values[torch.cat(rounds)[:records]].to(like)", "    return torch.ones(records).to(like)"),),
-        "tests/gradients/test_attribution.py::test_refused_by_name_at_every_size_and_exact_alone[distances (T, T)]",
+        "tests/gradients/test_attribution.py::test_refused_by_name_at_every_size_and_exact_alone[routed]",
     ),
     Mutant(
         "records on another axis than the first are refused or mixed up",
@@ -229,13 +229,13 @@ MUTANTS = (
         "a module that looks at the shape of its parameter gets copies",
         "gradients/layers/copies.py",
         (("        if states is not None:", "        if False:"),),
-        "tests/gradients/test_attribution.py::test_a_module_that_looks_at_the_shape_of_its_parameter_is_refused",
+        "tests/gradients/test_attribution.py::test_a_module_that_looks_at_the_shape_of_its_parameter_is_exact",
     ),
     Mutant(
         "a batch as large as the parameter hides that a module looks at its shape",
         "gradients/layers/tap.py",
         (("remember = len(g) not in g.shape[1:]", "remember = True"),),
-        "tests/gradients/test_attribution.py::test_a_module_that_looks_at_the_shape_of_its_parameter_is_refused",
+        "tests/gradients/test_attribution.py::test_a_module_that_looks_at_the_shape_of_its_parameter_is_exact",
     ),
     Mutant(
         "squares of factors underflow before the Gram product",
@@ -347,5 +347,57 @@ MUTANTS = (
         "gradients/layers/tap.py",
         (("copy.repeat_interleave(rows, 0)", "copy.repeat(rows, *[1] * (copy.dim() - 1))"),),
         "tests/mechanism/test_units.py::test_norms_and_sums_of_units_are_exact",
+    ),
+    Mutant(
+        "copies that meet activations of new shapes are not measured",
+        "gradients/layers/shared.py",
+        (("            self.tap.book.attribution.require()", "            pass"),),
+        "tests/gradients/test_shared.py::test_one_model_is_never_wrong_at_one_size_after_another[scale, time first]",
+    ),
+    Mutant(
+        "what a call gives with copies is not compared with what it gives without",
+        "gradients/layers/shared.py",
+        (("if _close(x.detach().movedim(0, a).flatten(a, a + 1), y)]", "]"),),
+        "tests/gradients/test_refusals.py::test_weight_norm_is_exact",
+    ),
+    Mutant(
+        "a function of its own takes a value computed of parameters, and its gradient is lost",
+        "gradients/layers/shared.py",
+        (('        raise _refusal(self.names, self.tap, "a function of its own takes it")', "        return None"),),
+        "tests/gradients/test_refusals.py::test_an_uncovered_use_is_an_error_by_name_and_exact_in_a_batch_of_one[True]",
+    ),
+    Mutant(
+        "a function of its own takes a parameter, and its gradient is lost",
+        "gradients/bookkeeper.py",
+        (("            for leaf in (p, self._tapped.get(id(p))):", "            for leaf in (p,):"),),
+        "tests/gradients/test_refusals.py::test_an_uncovered_use_is_an_error_by_name_and_exact_in_a_batch_of_one[False]",
+    ),
+    Mutant(
+        "rows of an expert belong to records in turn",
+        "gradients/layers/routed.py",
+        (
+            (
+                "route = Route(torch.arange(len(x), device=x.device) // (len(x) // records), records)",
+                "route = Route(torch.arange(len(x), device=x.device) % records, records)",
+            ),
+        ),
+        "tests/gradients/test_shared.py::test_experts_are_exact_whatever_kernel_is_configured[eager]",
+    ),
+    Mutant(
+        "two uses of one expert: the last counts",
+        "gradients/slices.py",
+        (("parts[part] = parts[part] + value if part in parts else value", "parts[part] = value"),),
+        "tests/gradients/test_shared.py::test_slices_are_the_gradients_that_they_stand_for",
+    ),
+    Mutant(
+        "parts of a parameter that overlap count twice in the norm",
+        "gradients/slices.py",
+        (
+            (
+                "if not isinstance(other, Slices) or _overlap(self.parts, other.parts):",
+                "if not isinstance(other, Slices):",
+            ),
+        ),
+        "tests/gradients/test_shared.py::test_slices_that_overlap_add_up_before_the_norm",
     ),
 )

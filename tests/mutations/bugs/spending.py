@@ -264,8 +264,8 @@ MUTANTS = (
         "spending/limits.py",
         (
             (
-                "calibrate_risk(self.target, sample_rate, steps, spent, self.records_per_unit)",
-                "calibrate_risk(self.target, sample_rate, steps, spent)",
+                "calibrate_risk(self.target, sample_rate, steps, spent, self.records_per_unit, tick",
+                "calibrate_risk(self.target, sample_rate, steps, spent, tick",
             ),
         ),
         "tests/spending/test_limits.py::test_people_with_several_records_are_priced_as_such",

@@ -254,4 +254,10 @@ MUTANTS = (
         (("clipping.gamma, clipping.group_of)", 'clipping.gamma, lambda name: "")'),),
         "tests/trainer/test_selfcheck_settings.py::test_the_groups_follow_clipping",
     ),
+    Mutant(
+        "the self-check runs on the training set",
+        "trainer/data_guards.py",
+        (("    if examples is trainer.train_dataset:\n", "    if False:\n"),),
+        "tests/trainer/test_public_examples.py::test_examples_that_are_private_or_too_few_are_refused[private]",
+    ),
 )

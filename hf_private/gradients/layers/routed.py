@@ -1,0 +1,136 @@
+"""Mixtures of experts: rows in the order of their experts, and whose record each of them is.
+
+An experts module gets the tokens of all records, (N * T, d), and picks rows for each expert. Which record a picked row
+belongs to follows from the index it was picked with. `Routed` rows carry that along, through functions of which row i
+of the result depends on row i alone. A rule pads them to (N, most rows of one record, d), with the records in front,
+and `Attribution` measures that they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .tapped import Tapped
+
+if TYPE_CHECKING:
+    from .tap import Tap
+
+# Functions whose result has in row i what row i of their arguments gives, by name.
+ROWWISE = frozenset(
+    "linear matmul mm __matmul__ add sub mul div __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ neg "
+    "exp relu gelu silu sigmoid tanh softplus softmax relu6 hardswish mish pow __pow__ clamp clamp_ clamp_min "
+    "clamp_max square sqrt rsqrt abs minimum maximum where to float double half bfloat16 type type_as contiguous "
+    "clone detach dropout layer_norm rms_norm mean glu leaky_relu".split()
+)
+
+
+class Route:
+    """Whose record each of some rows is: `records` (R,) of N."""
+
+    def __init__(self, records: Tensor, number: int) -> None:
+        self.records, self.number = records, number
+        order = records.argsort(stable=True)
+        counts = torch.bincount(records, minlength=number)
+        self.width = int(counts.max()) if len(records) else 0  # most rows of one record
+        first = counts.cumsum(0) - counts
+        within = torch.empty_like(records)
+        within[order] = torch.arange(len(records), device=records.device) - first[records[order]]
+        self.place = records * self.width + within
+
+    def padded(self, x: Tensor) -> Tensor:
+        """Rows (R, ...) as (N, width, ...), with zeros where a record has fewer."""
+        empty = x.new_zeros(self.number * self.width, *x.shape[1:])
+        return empty.index_copy(0, self.place, x).unflatten(0, (self.number, self.width))
+
+    def unpadded(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1).index_select(0, self.place)
+
+    def picked(self, index: Tensor) -> Route:
+        return Route(self.records[index], self.number)
+
+
+class Routed(Tensor):
+    """Rows (R, ...) of which `route` tells the records."""
+
+    route: Route
+
+    @classmethod
+    def of(cls, x: Tensor, route: Route) -> Routed:
+        routed = x.as_subclass(cls)
+        routed.route = route
+        return routed
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        from .shared import Shared, dispatch
+
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        if any(isinstance(x, (Tapped, Shared)) for x in leaves):
+            return dispatch(func, args, kwargs)
+        first = next(x for x in leaves if isinstance(x, Routed))
+        args, kwargs = tree_map(lambda x: x.as_subclass(Tensor) if isinstance(x, Routed) else x, (args, kwargs))
+        result = func(*args, **kwargs)
+        route = _route(func, first.route, args, kwargs)
+        if route is None:
+            return result
+        rows = len(route.records)
+        keep = lambda x: Routed.of(x, route) if isinstance(x, Tensor) and x.dim() and len(x) == rows else x  # noqa: E731
+        return tree_map(keep, result)
+
+
+def _route(func: Callable, route: Route, args: tuple, kwargs: dict) -> Route | None:
+    name = getattr(func, "__name__", "")
+    if name in ROWWISE:
+        return route
+    if name == "__getitem__":
+        index = args[1]
+        if isinstance(index, Tensor) and index.dim() == 1:
+            return route.picked(index)
+        if isinstance(index, tuple) and index and (index[0] is Ellipsis or index[0] == slice(None)):
+            return route
+    if name == "index_select" and args[1] == 0:
+        return route.picked(args[2])
+    last = args[-1] if len(args) > 2 else kwargs.get("dim", 0)
+    if name in ("chunk", "split", "unsqueeze", "squeeze") and last in (-1, 1):
+        return route
+    return None
+
+
+def is_adapted(path: str) -> bool:
+    """Whether PEFT has put an adapter around a module."""
+    return path.rpartition(".")[2] == "base_layer"
+
+
+def is_experts(module: nn.Module, parameters: Mapping[str, nn.Parameter | None]) -> bool:
+    """Whether a module holds weights of several experts and is told by its caller which rows go to which."""
+    return (
+        any(p is not None and p.dim() == 3 and p.shape[0] > 1 for p in parameters.values())
+        and len(inspect.signature(type(module).forward).parameters) > 2
+    )
+
+
+def run_routed(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> Any:
+    """Run an experts module with rows that know their records: by its loop, whatever kernel is configured."""
+    forward = getattr(forward, "__wrapped__", forward)
+    if not inspect.ismethod(forward):
+        forward = forward.__get__(tap.module)
+    name = None if args else next(iter(kwargs))
+    x = args[0] if args else kwargs[name]
+    records = tap.batch_size
+    if tap.lone or not isinstance(x, Tensor) or type(x) is not Tensor or x.dim() < 2 or len(x) % records:
+        return forward(*args, **kwargs)
+    route = Route(torch.arange(len(x), device=x.device) // (len(x) // records), records)
+    routed = Routed.of(x, route)
+    if name is None:
+        args = (routed, *args[1:])
+    else:
+        kwargs = kwargs | {name: routed}
+    y = forward(*args, **kwargs)
+    return tree_map(lambda t: t.as_subclass(Tensor) if isinstance(t, Routed) else t, y)

@@ -1,0 +1,42 @@
+"""Inputs of layers that are not activations of the records, one row after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from .routed import Routed
+from .tap import Tap
+from .tapped import Tapped
+
+Rule = Callable[[Tensor], Tensor]
+
+
+def is_special(tap: Tap, x: Tensor) -> bool:
+    """A quick look: whether `special` has to look."""
+    return type(x) is not Tensor or x.shape[0] % tap.batch_size != 0
+
+
+def special(tap: Tap, x: Tensor) -> Callable[[Rule], Tensor] | None:
+    """How a rule takes `x`: the copies of what all records share, or rows of experts in the order of records."""
+    from .shared import Shared
+
+    if isinstance(x, Tapped) and not tap.lone:
+        x = Shared.of(x)
+    if isinstance(x, Shared):
+        return lambda rule: x.with_copies(rule(x.copies))
+    if isinstance(x, Routed):
+        route = x.route
+        return lambda rule: Routed.of(route.unpadded(rule(route.padded(x.as_subclass(Tensor)))), route)
+    if type(x) is Tensor and not tap.book.sharded and not _has_records(x.shape[:-1], tap.batch_size):
+        copies = x.unsqueeze(0).expand(tap.batch_size, *x.shape)
+        return lambda rule: Shared(rule(copies), tap, frozenset(tap.names.values()), True)
+    return None
+
+
+def _has_records(leading: tuple[int, ...], records: int) -> bool:
+    """Whether an axis may hold the records. What all share, such as sines of positions, is (1, T)."""
+    if leading[:1] == (1,) and records not in leading:
+        return False
+    return any(length % records == 0 for length in leading)

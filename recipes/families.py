@@ -1,0 +1,268 @@
+"""Which architectures of the installed transformers are exact: every one, tiny, against a loop of plain autograd.
+
+    python recipes/families.py                    # all; goes on where it was stopped
+    python recipes/families.py --only mixtral t5  # some, measured again
+    python recipes/families.py --report           # the tables alone, from what was measured
+
+Each model type is built with each of its heads (`architectures.py`) in float64, trained in full and with LoRA. At
+several numbers of records B and lengths T, of most of which B divides T, norms and weighted sums of the engine are
+compared with those of one record at a time. What is exact is then put through the self-check, once per type. Results:
+`results/families.json`, and `results/families.md`.
+"""
+
+import argparse
+import gc
+import json
+import re
+import signal
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from architectures import HEADS, MAPPINGS, tiny_model
+from family_inputs import inputs_of
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING
+
+from hf_private.gradients.bookkeeper import BookKeeper, trainable
+from hf_private.gradients.layers import UncoveredError
+from hf_private.gradients.selfcheck import SelfCheckError, self_check
+from hf_private.tasks.losses import PerSampleLoss
+from hf_private.tasks.synthetic import synthetic_batch
+
+RESULTS = Path(__file__).parent / "results"
+SIZES = ((4, 8), (3, 7))  # records, length
+EXACT = 1e-6  # some models compute a part of themselves in float32
+SECONDS = 120  # for one row
+LORA_LAYERS = "all-linear"
+STATUSES = ("exact", "exact by fallback", "refused", "wrong", "not built")
+
+
+class TooSlowError(RuntimeError):
+    pass
+
+
+def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """A loss per record (N,) from whatever the model predicts: the mean of log-probabilities of fixed classes."""
+    out = model(**batch)
+    logits = out.logits if isinstance(getattr(out, "logits", None), Tensor) else _first_float(out)
+    logp = logits.log_softmax(-1)
+    classes = torch.arange(logp[0, ..., 0].numel()).view(logp[0, ..., 0].shape) % logp.shape[-1]
+    return -logp.gather(-1, classes.expand(logp.shape[:-1]).unsqueeze(-1)).flatten(1).mean(1)
+
+
+def _first_float(out: Any) -> Tensor:
+    return next(x for x in out.values() if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1)
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    """LoRA on all linear layers, with B away from 0."""
+    try:
+        adapted = get_peft_model(model, LoraConfig(r=2, target_modules=LORA_LAYERS))
+    except ValueError:  # PEFT leaves out the projection behind Mamba's kernel
+        names = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+        adapted = get_peft_model(model, LoraConfig(r=2, target_modules=sorted(names - {"out_proj", "lm_head"})))
+    with torch.no_grad():
+        for name, p in adapted.named_parameters():
+            if "lora_" in name:
+                p.normal_(std=0.2)
+    return adapted
+
+
+def loop(model: nn.Module, batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The gradient of each record by itself, by parameter."""
+    found = []
+    for n in range(len(next(iter(batch.values())))):
+        model.zero_grad(set_to_none=True)
+        loss_of(model, {key: x[n : n + 1] for key, x in batch.items()}).sum().backward()
+        found.append({name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trainable(model).items()})
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def compare(model: nn.Module, batch: dict[str, Tensor]) -> tuple[float, set[str]]:
+    """The largest relative difference of norms and weighted sums, and what the fallback covered."""
+    wanted = loop(model, batch)
+    weights = torch.rand(len(wanted), dtype=torch.float64) + 0.5
+    with BookKeeper(model) as book:
+        book.backward(loss_of(model, batch))
+        norms, sums = book.norms(), book.weighted_sum(weights)
+        copied = set(getattr(book, "copied", ()))
+    expected = torch.stack([torch.cat([g.flatten() for g in one.values()]).norm() for one in wanted])
+    if not bool(torch.isfinite(expected).all()):
+        raise FloatingPointError("the gradients are not finite")
+    differences = [((norms - expected).abs() / expected.clamp_min(1e-12)).max()]
+    total = {name: sum(c * one[name] for c, one in zip(weights, wanted, strict=True)) for name in wanted[0]}
+    scale = torch.cat([g.flatten() for g in total.values()]).norm()
+    for name, g in total.items():
+        differences.append((sums.get(name, torch.zeros_like(g)) - g).norm() / (g.norm() + 1e-3 * scale + 1e-12))
+    worst = float(torch.stack(differences).max())  # NaN, if there is one
+    return worst if worst == worst else float("inf"), copied
+
+
+def checked(model: nn.Module, model_type: str, head: str) -> str:
+    """What the self-check says of an exact model: passed, or its message."""
+    try:
+        loss, make = PerSampleLoss(model), lambda *args: synthetic_batch(model, *args)
+        make(2, 11)
+        with torch.no_grad():
+            loss(model, make(2, 11))
+    except Exception:  # no loss or no records of this head in hf_private.tasks
+        loss, make = loss_of, lambda *args: inputs_of(model, head, *args[:2], generator=args[2] if args[2:] else None)
+    try:
+        self_check(model, loss, make)
+        return "passed"
+    except (SelfCheckError, UncoveredError) as error:
+        return short(error)
+    except TooSlowError:
+        raise
+    except Exception as error:  # in training mode a model may want longer records
+        return f"{type(error).__name__}: {short(error)}"
+
+
+def short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def measure(model_type: str, head: str, method: str, check: bool) -> dict[str, Any]:
+    """One row: a type with a head, trained in one way."""
+    row: dict[str, Any] = {"type": model_type, "head": head, "method": method}
+    try:
+        model = tiny_model(model_type, head).double()
+        if method == "lora":
+            model = with_lora(model)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.02 * torch.randn_like(p))
+        with torch.no_grad():
+            loss_of(model, inputs_of(model, head, 1, 8))
+    except (TooSlowError, KeyboardInterrupt):
+        raise
+    except Exception as error:  # whatever a model class raises for a config or inputs that it cannot take
+        return row | {"status": "not built", "reason": f"{type(error).__name__}: {short(error)}"}
+    worst, copied = 0.0, set()
+    try:
+        for batch_size, length in SIZES:
+            difference, found = compare(model, inputs_of(model, head, batch_size, length))
+            worst, copied = max(worst, difference), copied | found
+    except UncoveredError as error:
+        return row | {"status": "refused", "reason": short(error)}
+    except (TooSlowError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        try:  # is it the engine that fails, or the model, which cannot take this batch?
+            loss_of(model, inputs_of(model, head, *SIZES[0])).sum().backward()
+        except Exception:
+            return row | {"status": "not built", "reason": f"{type(error).__name__}: {short(error)}"}
+        return row | {"status": "refused", "reason": f"{type(error).__name__}: {short(error)}", "crash": True}
+    status = "wrong" if worst > EXACT else "exact by fallback" if copied else "exact"
+    row |= {"status": status, "difference": worst, "copied": sorted(copied)[:5]}
+    if check and status != "wrong":
+        row["self_check"] = checked(model.float(), model_type, head)
+    return row
+
+
+def _alarm(*args: Any) -> None:
+    raise TooSlowError("it took too long")
+
+
+def rows_of(types: list[str]) -> list[tuple[str, str, str, bool]]:
+    """Every row: type, head, method, and whether it is the type's row for the self-check."""
+    rows = []
+    for model_type in types:
+        heads = [head for head in HEADS if model_type in HEADS[head] and CONFIG_MAPPING[model_type] in MAPPINGS[head]]
+        rows += [(model_type, head, method, head == heads[0]) for head in heads for method in ("full", "lora")]
+    return rows
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    return json.loads(path.read_text())["rows"] if path.exists() else {}
+
+
+def by_type(rows: list[dict[str, Any]], method: str) -> dict[str, str]:
+    """One status for each type: that of its heads if they agree, leaving out those that were not built."""
+    found: dict[str, set[str]] = {}
+    for row in rows:
+        if row["method"] == method:
+            found.setdefault(row["type"], set()).add(row["status"])
+    return {
+        model_type: next(iter(built)) if len(built := states - {"not built"} or states) == 1 else "mixed by head"
+        for model_type, states in found.items()
+    }
+
+
+def report(rows: list[dict[str, Any]]) -> str:
+    """The tables, as Markdown."""
+    lines = [
+        "# Which architectures are exact",
+        "",
+        f"Every architecture of transformers {transformers.__version__} with a training head, built tiny, in float64,"
+        " against one record at a time. Made by `make families`.",
+        "",
+        "| types | " + " | ".join([*STATUSES, "mixed by head"]) + " |",
+        "| --- |" + " --- |" * (len(STATUSES) + 1),
+    ]
+    for method, title in (("full", "full fine-tuning"), ("lora", "LoRA on linear layers")):
+        counts = Counter(by_type(rows, method).values())
+        lines.append(f"| {title} | " + " | ".join(str(counts[s]) for s in [*STATUSES, "mixed by head"]) + " |")
+    for method, title in (("full", "Full fine-tuning"), ("lora", "LoRA")):
+        types = by_type(rows, method)
+        lines += ["", f"## {title}", ""]
+        for status in ("exact", "exact by fallback"):
+            names = ", ".join(sorted(t for t, s in types.items() if s == status))
+            lines += [f"**{status}:** {names or 'none'}", ""]
+        lines += ["| type | head | status | why |", "| --- | --- | --- | --- |"]
+        for row in sorted(rows, key=lambda r: (r["type"], r["head"])):
+            if row["method"] == method and row["status"] not in ("exact", "exact by fallback"):
+                reason = re.sub(r"\s*Remedy:.*", "", row.get("reason", "")).replace("|", "\\|")[:160]
+                lines.append(f"| {row['type']} | {row['head']} | {row['status']} | {reason} |")
+        failed = [r for r in rows if r["method"] == method and r.get("self_check", "passed") != "passed"]
+        lines += ["", "Exact, and refused by the self-check:", ""]
+        lines += [f"- {r['type']} ({r['head']}): {r['self_check'][:160]}" for r in failed] or ["- none"]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", help="model types, measured again")
+    parser.add_argument("--again", nargs="+", choices=STATUSES, default=[], help="statuses to measure again")
+    parser.add_argument("--first-head", action="store_true", help="one head for each type")
+    parser.add_argument("--methods", nargs="+", choices=("full", "lora"), default=["full", "lora"])
+    parser.add_argument("--no-check", action="store_true", help="without the self-check")
+    parser.add_argument("--minutes", type=float, help="CPU minutes after which to stop")
+    parser.add_argument("--report", action="store_true", help="write the tables from what was measured")
+    parser.add_argument("--output", type=Path, default=RESULTS / "families.json")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    signal.signal(signal.SIGALRM, _alarm)
+    done = read(args.output)
+    types = args.only or sorted({t for listed in HEADS.values() for t in listed if t in CONFIG_MAPPING})
+    for model_type, head, method, check in [] if args.report else rows_of(types):
+        key = f"{model_type}/{head}/{method}"
+        if args.minutes and time.process_time() > 60 * args.minutes or method not in args.methods:
+            continue
+        if key in done and not args.only and done[key]["status"] not in args.again or args.first_head and not check:
+            continue
+        start = time.process_time()
+        signal.alarm(SECONDS)
+        try:
+            row = measure(model_type, head, method, check and not args.no_check)
+        except TooSlowError as error:
+            row = {"type": model_type, "head": head, "method": method, "status": "not built", "reason": str(error)}
+        signal.alarm(0)
+        done[key] = row | {"seconds": round(time.process_time() - start, 1)}
+        args.output.parent.mkdir(exist_ok=True)
+        args.output.write_text(json.dumps({"transformers": transformers.__version__, "rows": done}, indent=1) + "\n")
+        print(key, row["status"], row.get("reason", row.get("self_check", ""))[:200], flush=True)
+        gc.collect()
+    args.output.with_suffix(".md").write_text(report(list(done.values())))
+
+
+if __name__ == "__main__":
+    main()

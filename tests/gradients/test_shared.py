@@ -1,0 +1,142 @@
+"""Parameters that no rule knows, and experts: exact or refused, never wrong."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from hf_private.gradients.bookkeeper import BookKeeper
+from hf_private.gradients.layers import UncoveredError
+from hf_private.gradients.layers.routed import Route
+from hf_private.gradients.parts import whole
+from hf_private.gradients.persample import Dense, Outer
+from hf_private.gradients.slices import Slices
+from tests.support import layouts, zoo
+from tests.support.oracle import assert_exact, per_sample_gradients, weighted_sum
+
+
+def outer(records=3, positions=2, rows=4, columns=5):
+    return Outer(torch.randn(records, positions, rows).double(), torch.randn(records, positions, columns).double())
+
+
+def test_slices_are_the_gradients_that_they_stand_for():
+    torch.manual_seed(0)
+    value = Slices({1: outer(), 3: outer()}, torch.Size([6, 4, 5])) + Slices(
+        {1: outer(), 0: outer()}, torch.Size([6, 4, 5])
+    )
+    g, c = value.dense(), torch.rand(3).double()
+    assert isinstance(value, Slices) and g.shape == (3, 6, 4, 5) and not g[:, [2, 4, 5]].any()
+    torch.testing.assert_close(value.sq_norm(), g.square().sum((1, 2, 3)))
+    torch.testing.assert_close(value.weighted_sum(c), torch.einsum("n,neoi->eoi", c, g))
+    torch.testing.assert_close(
+        value.weighted_sum(c, torch.ones(6, 4, 5).double()), torch.einsum("n,neoi->eoi", c, g) + 1
+    )
+    keep = torch.tensor([True, False, True])
+    assert torch.equal(value.masked(keep).dense(), g * keep.view(3, 1, 1, 1))
+
+
+def test_slices_that_overlap_add_up_before_the_norm():
+    one, two = Slices({(0, 4): outer(rows=4)}, torch.Size([6, 5])), Slices({(2, 6): outer(rows=4)}, torch.Size([6, 5]))
+    total = one + two
+    torch.testing.assert_close(total.sq_norm(), (one.dense() + two.dense()).square().sum((1, 2)))
+    torch.testing.assert_close((one + outer(rows=6)).dense().shape, torch.Size([3, 6, 5]))
+
+
+def test_parts_of_parameters_find_their_place():
+    value = outer()
+    name, found = whole("w@I3:8,5,4@T:5,4", value)
+    assert name == "w" and found.shape == (8, 5, 4)
+    assert torch.equal(found.dense()[:, 3], value.dense().transpose(1, 2))
+    _, found = whole("w@S2-6:8,5@C:4,5", value)
+    assert torch.equal(found.dense()[:, 2:6], value.dense()) and not found.dense()[:, 6:].any()
+    _, found = whole("w@R:20", Dense(value.dense()))
+    assert torch.equal(found.dense(), value.dense().flatten(1))
+
+
+def test_rows_of_experts_go_to_their_records_and_back():
+    records = torch.tensor([2, 0, 0, 2, 2])
+    route, x = Route(records, 4), torch.randn(5, 6)
+    padded = route.padded(x)
+    assert padded.shape == (4, 3, 6)
+    assert torch.equal(padded.sum(1), torch.zeros(4, 6).index_add(0, records, x))
+    assert torch.equal(route.unpadded(padded), x)
+
+
+class BatchStatistic(nn.Module):
+    """A parameter of its own after a mean over all records, between two layers."""
+
+    def __init__(self, functional: bool):
+        super().__init__()
+        self.below, self.a, self.head = nn.Linear(6, 6), nn.Parameter(torch.randn(6, 6)), nn.Linear(6, 1)
+        self.functional = functional
+
+    def forward(self, x):
+        y = self.below(x)
+        y = F.batch_norm(y, None, None, self.a[0], self.a[1], training=True) if self.functional else y - y.mean(0)
+        return self.head(torch.einsum("nd,de->ne", y, self.a))
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_a_batch_statistic_above_a_layer_is_refused(functional):
+    torch.manual_seed(0)
+    model = BatchStatistic(functional).double()
+    with pytest.raises(UncoveredError), BookKeeper(model) as book:
+        book.backward(model(torch.randn(4, 6).double()).square().sum(1))
+
+
+@pytest.mark.parametrize("name", ["scale, time first", "mean", "softmax", "distances (T, T)", "matrix"])
+def test_one_model_is_never_wrong_at_one_size_after_another(name):
+    model, loss = layouts.build(name)
+    for batch_size, length in [(4, 6), (4, 8), (2, 6), (4, 4), (3, 7), (3, 6), (4, 8)]:
+        try:
+            assert_exact(model, loss, layouts.make_batch(name, model, batch_size, length))
+        except UncoveredError as error:
+            assert "`layer" in str(error)
+
+
+@pytest.mark.parametrize("name", ["distances (T, T)", "sum of sigmoids", "queries", "matrix"])
+def test_records_of_several_rows_are_exact(name):
+    model, loss = layouts.build(name)
+    batch = layouts.make_batch(name, model, 6, 4)
+    wanted = per_sample_gradients(model, loss, batch)
+    pairs = [{key: wanted[n][key] + wanted[n + 1][key] for key in wanted[n]} for n in (0, 2, 4)]
+    factors = torch.tensor([0.5, 2.0, 1.0]).double()
+    with BookKeeper(model) as book:
+        book.rows_per_record = 2
+        book.backward(loss(model, batch).view(3, 2).sum(1))
+        sums = book.weighted_sum(factors)
+    for key, g in weighted_sum(pairs, factors).items():
+        torch.testing.assert_close(sums[key], g)
+
+
+@pytest.mark.parametrize("kernel", ["eager", "grouped_mm", "batched_mm"])
+def test_experts_are_exact_whatever_kernel_is_configured(kernel):
+    model, loss = zoo.build("mixtral", torch.float32, experts_implementation=kernel)
+    for batch_size, length in [(2, 6), (4, 8)]:
+        assert_exact(model, loss, zoo.make_batch(model, batch_size, length), tolerance=1e-4)
+
+
+def test_experts_with_adapters_are_exact():
+    model = zoo.make("mixtral")
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=[], target_parameters=names))
+    with torch.no_grad():
+        for name, p in adapted.named_parameters():
+            if "lora_" in name:
+                p.normal_(std=0.3)
+    for batch_size, length in [(2, 6), (3, 7)]:
+        assert_exact(adapted, zoo.loss_of(adapted), zoo.make_batch(adapted, batch_size, length))
+
+
+def test_an_input_that_all_records_share_is_exact():
+    """A layer that is applied to the records, and to one row for all of them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh()).double()
+    scale = torch.randn(1, 6).double()
+
+    def loss(model, batch):
+        return (model(batch["x"]) * model[0](scale)).sum(1)
+
+    for batch_size in (1, 2, 4):
+        assert_exact(model, loss, {"x": torch.randn(batch_size, 6).double()})
