@@ -192,7 +192,9 @@ class PerSampleLoss:
         refuse_model(base, own_loss=custom is None)
         refuse_adapters(model)
         self._options = {"return_dict": True} if self.head or takes(base, "return_dict") else {}
-        if takes(base, "use_cache"):
+        own = "use_cache" in inspect.signature(base.forward).parameters
+        # Classifiers of encoder-decoder models pass their own value on, beside their keywords (T5Gemma).
+        if own or (takes(base, "use_cache") and not getattr(base.config, "is_encoder_decoder", False)):
             self._options["use_cache"] = False
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:

@@ -13,7 +13,7 @@ from transformers.utils import logging
 from hf_private.distributed.ranks import Ranks
 from hf_private.gradients.bookkeeper import trainable
 
-from .fingerprints import MOST_SHARED, TrainingRecords
+from .fingerprints import TrainingRecords
 
 logger = logging.get_logger(__name__)
 
@@ -63,12 +63,23 @@ def check_evaluation(evaluation: Any, training: Any) -> None:
 
 
 def check_content(evaluation: Any, known: TrainingRecords) -> None:
-    """No evaluation set may hold more than a few training records, whatever object they are in."""
+    """No evaluation set may hold more training records than recur by nature, whatever object they are in."""
     for dataset in evaluation.values() if isinstance(evaluation, dict) else (evaluation,):
         if dataset is None or isinstance(dataset, str):
             continue
-        if known.share_of(dataset) > MOST_SHARED:
-            raise ValueError(TRAINED_ON)
+        found = known.overlap(dataset)
+        if found.share > found.allowed:
+            raise ValueError(
+                f"`eval_dataset` must hold other records than the training set, got {found.share:.0%} of its records"
+                f" in both (at most {found.allowed:.0%} is explained by the {found.natural:.0%} that occur more than"
+                " once in the training set): their loss would be logged without noise. Evaluate on other records, or"
+                " set `log_nonprivate=True`, which makes the run NOT PRIVATE."
+            )
+        if found.share:
+            logger.warning_once(
+                "Some evaluation records have the same content as a training record, no more than short texts repeat"
+                " by nature. Their metrics are logged without noise: remove them if they are the same people's."
+            )
 
 
 class PrivateStepGuard(TrainerCallback):

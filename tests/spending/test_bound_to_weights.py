@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback
 
 from hf_private.gradients.selfcheck import LENGTH
-from hf_private.spending.fingerprints import fingerprint
+from hf_private.spending.fingerprints import BITS, fingerprint
 from hf_private.spending.ledger import LedgerError
 from hf_private.spending.statement import admitted, build_statement, read_statement
 from hf_private.trainer.trainer import DPTrainer
@@ -214,6 +214,22 @@ def test_a_frozen_weight_that_a_callback_writes_to_is_not_saved(tmp_path: Path) 
     model.bert.requires_grad_(False)
     made = trained(tmp_path / "run", model, callbacks=[at("on_step_end", scale_one_element)])
     assert_refused(made, tmp_path / "out", "`bert.embeddings.word_embeddings.weight`")
+
+
+@quick
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_single_element_that_a_callback_writes_to_is_noticed_in_the_run(tmp_path: Path, dtype: torch.dtype) -> None:
+    """A write to `.data` leaves torch's counters as they are."""
+
+    def change_last_bit(model: nn.Module) -> None:
+        weight = model.bert.embeddings.word_embeddings.weight.data
+        weight.view(BITS[weight.element_size()])[7, 3] ^= 1
+
+    made = training.trainer(
+        tmp_path, zoo.small("bert").to(dtype), callbacks=[at("on_step_end", change_last_bit)], max_steps=3
+    )
+    with pytest.raises(LedgerError, match="changed outside of the private steps"):
+        made.train()
 
 
 @quick

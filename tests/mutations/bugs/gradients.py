@@ -300,6 +300,12 @@ MUTANTS = (
         "tests/gradients/test_selfcheck.py::test_tiny_gradients_are_compared_down_to_the_floor",
     ),
     Mutant(
+        "padding is checked at some lengths only",
+        "gradients/selfcheck.py",
+        (("        for n in range(size):\n", "        for n in closely:\n"),),
+        "tests/gradients/test_selfcheck.py::test_a_coupling_that_shows_at_some_lengths_only_is_seen",
+    ),
+    Mutant(
         "any difference counts as rounding",
         "gradients/comparison.py",
         (("if not bool((difference <= excused).all()):", "if False:"),),

@@ -195,6 +195,13 @@ MUTANTS = (
         "tests/spending/test_bound_to_weights.py::test_training_without_privacy_inside_a_callback[on_step_end]",
     ),
     Mutant(
+        "single elements may be written to between steps",
+        "spending/fingerprints.py",
+        (("(bits.sum(dtype=bits.dtype))", "(bits.flatten()[0])"),),
+        "tests/spending/test_bound_to_weights.py"
+        "::test_a_single_element_that_a_callback_writes_to_is_noticed_in_the_run",
+    ),
+    Mutant(
         "frozen weights may change in a run",
         "spending/fingerprints.py",
         (("for name in self.trained & tensors.keys():", "for name in self.start.keys() & tensors.keys():"),),

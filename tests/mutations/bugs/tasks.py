@@ -117,4 +117,10 @@ MUTANTS = (
         (("return collator if self.name is None else _Hidden(collator, self.name)", "return collator"),),
         "tests/trainer/test_units.py::test_the_column_reaches_neither_model_nor_collator[list, all columns]",
     ),
+    Mutant(
+        "a long neighbour makes a short record's gradient NaN (float64, sliding windows)",
+        "tasks/independence.py",
+        (("    if bool(blind):\n", "    if False:\n"),),
+        "tests/tasks/test_refusals.py::test_padding_beyond_an_attention_window_is_refused_in_float64",
+    ),
 )

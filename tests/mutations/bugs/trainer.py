@@ -162,8 +162,20 @@ MUTANTS = (
     Mutant(
         "training records in another container are evaluated",
         "trainer/guards.py",
-        (("        if known.share_of(dataset) > MOST_SHARED:\n", "        if False:\n"),),
+        (("        if found.share > found.allowed:\n", "        if False:\n"),),
         "tests/trainer/test_attacks.py::test_training_records_are_not_evaluated_in_any_container",
+    ),
+    Mutant(
+        "a tenth of an evaluation set may be training records",
+        "trainer/fingerprints.py",
+        (("MARGIN = 0.01 ", "MARGIN = 0.1 "),),
+        "tests/trainer/test_attacks.py::test_training_records_are_not_evaluated_in_any_container[a tenth of it]",
+    ),
+    Mutant(
+        "a training set that repeats its records may be evaluated",
+        "trainer/fingerprints.py",
+        (("MOST_NATURAL = 1 / 3 ", "MOST_NATURAL = 1.0 "),),
+        "tests/trainer/test_attacks.py::test_records_may_recur_in_an_evaluation_set_as_often_as_in_the_training_set",
     ),
     Mutant(
         "padding makes a training record unknown",
