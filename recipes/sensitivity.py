@@ -65,6 +65,8 @@ def varied(model: nn.Module) -> list[dict[str, Tensor]]:
             aligned = name in record and record[name].shape == batch["input_ids"][n].shape
             if aligned and not (name == "labels" and bool((record[name][length:] != IGNORE_INDEX).any())):
                 record[name] = record[name][:length]
+        if "decoder_input_ids" in record:
+            record["decoder_input_ids"] = record["decoder_input_ids"][: len(record["labels"])]
         records.append(record)
     return records
 

@@ -62,6 +62,7 @@ def self_check(
         floor = min(clip_norm / math.sqrt(len(groups)), gamma)
         check = Comparison(model, per_sample_loss, dtype, floor, groups)
         batch = make_batch(size, LENGTH)
+        _check_distinct(batch)
         _check_state(model, per_sample_loss, _rows(batch, [0]))
         model.eval()
         _check_deterministic(check, _rows(batch, [0]))
@@ -99,6 +100,20 @@ def _check_weights(model: nn.Module) -> None:
         bad = sorted(set().union(*found))
     if bad:
         raise SelfCheckError(f"{_list(bad)}: has weights that are not finite. Remedy: load or initialise it again.")
+
+
+def _check_distinct(batch: Batch) -> None:
+    """Records that are alike would hide what they do to each other: their mean is each of them."""
+    records = len(next(iter(batch.values())))
+    rows = {
+        b"".join(x[n].detach().cpu().contiguous().view(-1).numpy().tobytes() for x in batch.values())
+        for n in range(records)
+    }
+    if len(rows) < records:
+        raise SelfCheckError(
+            f"`public_batch` must return records of which no two are alike, got {len(rows)} different ones of"
+            f" {records}: records that are alike cannot show whether they are independent."
+        )
 
 
 def _check_state(model: nn.Module, loss: Loss, batch: Batch) -> None:

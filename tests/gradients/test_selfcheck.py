@@ -170,6 +170,23 @@ def test_decoder_inputs_that_are_given_keep_their_length():
     assert "exact" in self_check(model, loss, made)
 
 
+def test_made_up_records_that_are_alike_are_refused():
+    """The mean over a batch of one and the same record is that record's own value."""
+    model, loss = zoo.build("bert", torch.float32)
+
+    def alike(size, length, generator=None):
+        return {
+            key: x[:1].expand(size, *x.shape[1:]) for key, x in synthetic_batch(model, 1, length, generator).items()
+        }
+
+    def centred(model, batch):
+        losses = loss(model, batch)
+        return losses * losses.detach().mean()
+
+    with pytest.raises(SelfCheckError, match="`public_batch` must return records of which no two are alike"):
+        self_check(model, centred, alike)
+
+
 def test_an_unused_parameter_is_refused_by_name():
     model, _ = zoo.build("bert", torch.float32)
     model.unused = nn.Linear(2, 2)
