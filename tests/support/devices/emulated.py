@@ -96,6 +96,13 @@ class _Module(_DummyBackendModule):
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float32, torch.bfloat16]
 
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        """Nothing: random numbers come from the generator of the CPU."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        """Nothing, as well."""
+
 
 class Emulated(torch.Tensor):
     """A tensor on "emu"; `raw` is where its numbers are."""
