@@ -2,15 +2,25 @@
 
     python recipes/sensitivity.py                          # all of them, in float32 and bf16; goes on where it stopped
     python recipes/sensitivity.py --only bert gpt2 fnet    # some
+    python recipes/sensitivity.py --shard 0 2              # the first of two processes; both write to one file
 
 For each model, one logical step is computed without noise on twelve records, and again without one of them. The
-distance of the two sums must not exceed the clip norm. A model is *refused* if DPTrainer raises an error, *accepted*
-if the ratio is at most 1.001, and *coupled* otherwise: then a record changes what others contribute, and the claimed
-epsilon is wrong. The table goes to recipes/results/sensitivity.md; the exit code is 1 if any model is coupled.
+distance of the two sums must not exceed the clip norm. A model is
+
+- *accepted* if DPTrainer trains it and this ratio is at most 1.001;
+- *coupled* if the ratio is larger: a record changes what others contribute, and the claimed epsilon is wrong;
+- *refused* if DPTrainer refuses it, with the parameter or the argument and a remedy;
+- *crashed* if another error comes out of DPTrainer;
+- *not built* if there is no tiny model or no batch of made-up records for it, or the plain model fails on this batch,
+  in this precision.
+
+Parameters that take no part in the loss are frozen, as the error message of DPTrainer advises. The table goes to
+recipes/results/sensitivity.md; the exit code is 1 if any model is coupled.
 """
 
 import argparse
 import contextlib
+import gc
 import io
 import json
 import logging
@@ -30,7 +40,8 @@ from transformers import TrainerCallback, TrainingArguments
 
 from hf_private import DPConfig, DPTrainer
 from hf_private.gradients.tensors import full_precision
-from hf_private.tasks.heads import IGNORE_INDEX
+from hf_private.tasks.heads import IGNORE_INDEX, Head, head_of
+from hf_private.tasks.losses import PerSampleLoss
 from hf_private.tasks.micro_batches import LogicalCollator
 from hf_private.tasks.synthetic import synthetic_batch
 
@@ -39,12 +50,13 @@ TEXT_HEADS = ("classification", "masked-lm", "seq2seq-lm", "causal-lm")
 RECORDS, MICRO_BATCH, LENGTH = 12, 6, 9
 CLIP_NORM = 1e-3  # below every record's norm: a record that changes another's direction shows at full size
 ALLOWED = 1.001
-RESULT_NAMES = ("accepted", "refused", "coupled", "not built", "not finished")
+PRECISIONS = ("float32", "bf16")
+RESULT_NAMES = ("accepted", "refused", "coupled", "crashed", "not built", "not finished")
 
 
 def varied(model: nn.Module) -> list[dict[str, Tensor]]:
     """Records of different lengths and content, without padding; the first is the longest."""
-    batch = synthetic_batch(model, RECORDS, LENGTH)
+    batch = with_decoder_inputs(model, synthetic_batch(model, RECORDS, LENGTH))
     lengths = batch["attention_mask"].sum(1).tolist()
     records = []
     for n, length in enumerate(lengths):
@@ -53,6 +65,8 @@ def varied(model: nn.Module) -> list[dict[str, Tensor]]:
             aligned = name in record and record[name].shape == batch["input_ids"][n].shape
             if aligned and not (name == "labels" and bool((record[name][length:] != IGNORE_INDEX).any())):
                 record[name] = record[name][:length]
+        if "decoder_input_ids" in record:
+            record["decoder_input_ids"] = record["decoder_input_ids"][: len(record["labels"])]
         records.append(record)
     return records
 
@@ -81,18 +95,18 @@ def near_equal(model: nn.Module) -> list[dict[str, Tensor]]:
 class Measurement(TrainerCallback):
     """Computes sums with and without one record when the first step begins, by the trainer's own mechanism."""
 
-    def __init__(self, records: list[dict[str, Tensor]]) -> None:
-        self.records = records
+    def __init__(self, sets: dict[str, list[dict[str, Tensor]]]) -> None:
+        self.sets = sets
         self.trainer: DPTrainer | None = None
-        self.ratio = 0.0
+        self.ratios: dict[str, float] = {}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        everything = self.sums(self.records)
-        for left_out in (0, 1, RECORDS - 1):
-            rest = [record for n, record in enumerate(self.records) if n != left_out]
-            fewer = self.sums(rest)
-            square = sum((everything[block] - fewer[block]).double().square().sum() for block in everything)
-            self.ratio = max(self.ratio, float(square) ** 0.5 / CLIP_NORM)
+        for kind, records in self.sets.items():
+            everything = self.sums(records)
+            for left_out in (0, 1, RECORDS - 1):
+                fewer = self.sums([record for n, record in enumerate(records) if n != left_out])
+                square = sum((everything[block] - fewer[block]).double().square().sum() for block in everything)
+                self.ratios[kind] = max(self.ratios.get(kind, 0.0), float(square) ** 0.5 / CLIP_NORM)
         control.should_training_stop = True
 
     def sums(self, records: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -123,66 +137,116 @@ def time_limit(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def measure_in_time(model_type: str, head: str, bf16: bool, seconds: int) -> dict[str, Any]:
-    """One row of the table; a model that takes longer than `seconds` is not finished."""
+def measure_in_time(model_type: str, head: str, seconds: int) -> list[dict[str, Any]]:
+    """The rows of a model, one for each precision; one that takes longer than `seconds` is not finished."""
+    rows: list[dict[str, Any]] = []
     try:
         with time_limit(seconds):
-            return measure(model_type, head, bf16)
+            for row in measure(model_type, head):
+                rows.append(row)
     except TimeLimit:
-        row = {"type": model_type, "head": head, "precision": "bf16" if bf16 else "float32"}
-        return row | {"result": "not finished", "why": f"took more than {seconds} s"}
+        late = {"result": "not finished", "why": f"took more than {seconds} s"}
+        rows += [_row(model_type, head, precision) | late for precision in PRECISIONS[len(rows) :]]
+    return rows
 
 
-def measure(model_type: str, head: str, bf16: bool) -> dict[str, Any]:
-    """One row of the table."""
-    row: dict[str, Any] = {"type": model_type, "head": head, "precision": "bf16" if bf16 else "float32"}
+def _row(model_type: str, head: str, precision: str) -> dict[str, Any]:
+    return {"type": model_type, "head": head, "precision": precision}
+
+
+def measure(model_type: str, head: str) -> Iterator[dict[str, Any]]:
+    """The rows of a model, one for each precision."""
     try:
-        tiny_model(model_type, head)
+        model = tiny_model(model_type, head).float()
+        sets = {"varied": varied(model), "near equal": near_equal(model)}
+        unused = unused_parameters(model, collate(sets["varied"][:3]))
     except Exception as error:  # whatever a config that was never meant to be small may raise
-        return row | {"result": "not built", "why": _short(error)}
-    for kind, make in (("varied", varied), ("near equal", near_equal)):
+        result = "refused" if is_refusal(error) else "not built"
+        for precision in PRECISIONS:
+            yield _row(model_type, head, precision) | {"result": result, "why": _short(error)}
+        return
+    for precision in PRECISIONS:
+        row, bf16 = _row(model_type, head, precision), precision == "bf16"
         try:
-            model = tiny_model(model_type, head)
-            records = make(model)
-            with tempfile.TemporaryDirectory() as folder:
-                row[kind] = _ratio(model, records, bf16, folder)
+            model = tiny_model(model_type, head).float()
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                unused_parameters(model, collate(sets["varied"][:3]))
         except Exception as error:
-            return row | {"result": "refused", "why": _short(error)}
-    worst = max(row["varied"], row["near equal"])
-    return row | {"result": "accepted" if worst <= ALLOWED else "coupled"}
+            yield row | {"result": "not built", "why": f"the plain model in {precision}: {_short(error)}"}
+            continue
+        try:
+            for name, p in model.named_parameters():
+                p.requires_grad_(p.requires_grad and name not in unused)
+            with tempfile.TemporaryDirectory() as folder:
+                row |= ratios(model, sets, bf16, folder)
+        except Exception as error:
+            yield row | {"result": "refused" if is_refusal(error) else "crashed", "why": _short(error)}
+            continue
+        yield row | {"result": "accepted" if max(row[kind] for kind in sets) <= ALLOWED else "coupled"}
 
 
-def _ratio(model: nn.Module, records: list[dict[str, Tensor]], bf16: bool, folder: str) -> float:
+def is_refusal(error: Exception) -> bool:
+    """Whether hf_private refuses a model or a batch; its messages have names in backticks."""
+    ours = type(error).__module__.startswith("hf_private") or isinstance(error, ValueError)
+    return ours and "`" in str(error) and "public batch of your own" not in str(error)
+
+
+def unused_parameters(model: nn.Module, batch: dict[str, Tensor]) -> set[str]:
+    """What the loss does not reach: poolers, heads and towers for another task."""
+    model.train()  # dropout is 0; some models have no other mode with gradients (Reformer)
+    PerSampleLoss(model)(model, batch).sum().backward()
+    unused = {name for name, p in model.named_parameters() if p.grad is None}
+    for p in model.parameters():
+        p.grad = None
+    return unused
+
+
+def with_decoder_inputs(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch, with decoder inputs for models that do not make them from labels."""
+    if head_of(model) is not Head.SEQ2SEQ_LM or hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        return batch
+    labels = batch["labels"].masked_fill(batch["labels"] == IGNORE_INDEX, 0)
+    return batch | {"decoder_input_ids": torch.cat([torch.zeros_like(labels[:, :1]), labels[:, :-1]], 1)}
+
+
+class ZooTrainer(DPTrainer):
+    """Gives the self-check decoder inputs, too."""
+
+    def public_batch(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        return with_decoder_inputs(self.model, super().public_batch(*args, **kwargs))
+
+
+def ratios(model: nn.Module, sets: dict[str, list[dict[str, Tensor]]], bf16: bool, folder: str) -> dict[str, float]:
+    """The sensitivity on each set of records, in units of the clip norm."""
     args = TrainingArguments(
         folder,
         max_steps=1,
         per_device_train_batch_size=MICRO_BATCH,
         bf16=bf16,
         use_cpu=True,
+        remove_unused_columns=False,  # Trainer would remove the masks of models that name none (FNet)
         report_to=[],
         save_strategy="no",
         logging_strategy="no",
         disable_tqdm=True,
     )
-    callback = Measurement(records)
-    config = DPConfig(noise_multiplier=1.0, clip_norm=CLIP_NORM)
-    trainer = DPTrainer(
+    callback = Measurement(sets)
+    callback.trainer = ZooTrainer(
         model,
         args,
-        dp_config=config,
-        train_dataset=records,
+        dp_config=DPConfig(noise_multiplier=1.0, clip_norm=CLIP_NORM),
+        train_dataset=sets["varied"],
         data_collator=collate,
         callbacks=[callback],
     )
-    callback.trainer = trainer
-    with contextlib.redirect_stdout(io.StringIO()):
-        trainer.train()
-    return callback.ratio
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        callback.trainer.train()
+    return callback.ratios
 
 
 def _short(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}"
+    return f"{type(error).__name__}: {lines[0][:200]}"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -208,32 +272,45 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def read(path: Path) -> list[dict[str, Any]]:
+    """The last row of each model and precision in a file of JSON lines."""
+    lines = path.read_text().splitlines() if path.is_file() else []
+    rows = [json.loads(line) for line in lines]
+    return list({(row["type"], row["head"], row["precision"]): row for row in rows}.values())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="model types, all by default")
     parser.add_argument("--heads", nargs="*", default=list(TEXT_HEADS), choices=TEXT_HEADS)
-    parser.add_argument("--timeout", type=int, default=300, help="seconds for one model")
+    parser.add_argument("--shard", nargs=2, type=int, default=(0, 1), metavar=("I", "N"), help="every N-th from I")
+    parser.add_argument("--timeout", type=int, default=120, help="seconds for one model")
+    parser.add_argument("--again", nargs="*", default=[], choices=RESULT_NAMES, help="measure rows with these results")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     parser.add_argument("--output", default="sensitivity", help="name of the results in recipes/results")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    path = RESULTS / f"{args.output}.json"
-    rows = [] if args.fresh or not path.is_file() else json.loads(path.read_text())
-    rows = [row for row in rows if row["result"] != "not finished"]
-    done = {(row["type"], row["head"], row["precision"]) for row in rows}
+    path = RESULTS / f"{args.output}.jsonl"
+    if args.fresh:
+        path.unlink(missing_ok=True)
+    again = {"not finished", *args.again}
+    done = {(row["type"], row["head"]) for row in read(path) if row["result"] not in again}
     pairs = [(t, head) for head in args.heads for t in sorted(HEADS[head]) if not args.only or t in args.only]
-    for model_type, head in tqdm(pairs, desc="models"):
-        for bf16 in (False, True):
-            if (model_type, head, "bf16" if bf16 else "float32") not in done:
-                rows.append(measure_in_time(model_type, head, bf16, args.timeout))
-                path.write_text(json.dumps(rows, indent=1) + "\n")
-                path.with_suffix(".md").write_text(table(rows))
+    mine, of = args.shard
+    gc.freeze()  # Trainer collects garbage at each start, and the imported libraries are many objects
+    for model_type, head in tqdm(pairs[mine::of], desc="models", mininterval=10):
+        if (model_type, head) not in done:
+            rows = measure_in_time(model_type, head, args.timeout)
+            with path.open("a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+    rows = read(path)
+    path.with_suffix(".md").write_text(table(rows))
     coupled = [row for row in rows if row["result"] == "coupled"]
     for row in coupled:
         print(f"COUPLED: {row}")
-    print(f"{len(rows)} models, {len(coupled)} coupled: {path.with_suffix('.md')}")
+    print(f"{len(rows)} rows, {len(coupled)} coupled: {path.with_suffix('.md')}")
     return 1 if coupled else 0
 
 

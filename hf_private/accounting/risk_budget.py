@@ -1,4 +1,4 @@
-"""Noise and steps for a budget that is an attacker's advantage instead of an epsilon.
+"""Noise for a budget that is an attacker's advantage instead of an epsilon.
 
 The advantage (true minus false positive rate of the best attack) is what epsilon is meant to limit. Between plans with
 the same epsilon it differs: a budget in its terms allows less noise where epsilon is pessimistic.
@@ -109,32 +109,6 @@ def _rough_advantage(events: tuple[Event, ...], records: int) -> float:
     except accountants.FAILURES:
         return risk(events, None, records).advantage
     return min(float(hockey_stick(*direction, np.zeros(1))[0]) for direction in losses)
-
-
-def steps_within_risk(
-    target_risk: float, event: Event, spent: Iterable[Event] = (), *, at_most: int, records_per_unit: int = 1
-) -> int:
-    """Largest number of further charges of `event`, up to `at_most`, that keeps the advantage within `target_risk`.
-
-    >>> steps_within_risk(0.1, Event(0.03, (3.2,)), at_most=1000)
-    687
-    """
-    probability(target_risk=target_risk)
-    integer_at_least(0, at_most=at_most)
-    integer_at_least(1, records_per_unit=records_per_unit)
-    spent = tuple(spent)
-
-    def fits(charges: int) -> bool:
-        plan = (*spent, Event(event.sample_rate, event.releases, charges * event.steps, event.sampling))
-        return risk(plan, None, records_per_unit).advantage <= target_risk
-
-    if not fits(0):
-        return 0
-    low, high = 0, at_most + 1  # the largest number that fits is at least `low`, and below `high`
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def _guess(target_risk: float, sample_rate: float, steps: int) -> float:

@@ -1,10 +1,10 @@
-"""Write a model's card again, from its privacy.json.
+"""Rewrite a model's card from its privacy.json.
 
-Computes all claims again from the recorded facts, and rewrites them in privacy.json and in the
-privacy section, metadata and curve of the card. The rest of README.md, the facts and the hashes stay
-as they are. --tuning-runs charges the model for the runs that were tried on the same records: all of
-them if their number was fixed in advance (--law fixed), or by the theorem of Papernot and Steinke if
-the number was drawn at random and only the best run is published (--law geometric or logarithmic).
+Recomputes all claims from the recorded facts, and rewrites them in privacy.json and in the privacy
+section, metadata and curve of the card. The rest of README.md, the facts and the hashes do not change.
+--tuning-runs also charges the runs that were tried on the same records: all of them if their number
+was fixed in advance (--law fixed), or by the theorem of Papernot and Steinke if the number was drawn at
+random and only the best run is published (--law geometric or logarithmic).
 
 examples:
   hf-private card path/to/model
@@ -26,7 +26,9 @@ NAME = "card"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="PATH", help="folder of a saved model, with privacy.json")
     parser.add_argument(
-        "--tuning-runs", type=whole(1), help="number of runs on these records, this one included; its mean if random"
+        "--tuning-runs",
+        type=whole(1),
+        help="number of runs on these records, with this one; the mean if it was random",
     )
     parser.add_argument("--law", choices=LAWS, default="fixed", help="how it was chosen (default: %(default)s)")
 

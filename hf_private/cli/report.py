@@ -1,10 +1,10 @@
-"""Write the report on a model that a privacy officer files.
+"""Write a privacy report about a model, for a privacy officer.
 
-Answers the questions of NIST SP 800-226 from privacy.json, with attack rates, budget over time, lineage
-and evidence (what `hf-private verify` finds). Without --html it is printed as Markdown. --format
-registry prints a draft entry for the Differential Privacy Deployments Registry (YAML), --format
-cyclonedx a CycloneDX 1.6 bill of materials with a model card (JSON). Exit code: 0, or 1 if the model is
-not private or its claim is wrong.
+Answers the questions of NIST SP 800-226 from privacy.json, with attack rates, the budget over time,
+lineage and evidence (what `hf-private verify` finds). Prints Markdown unless --html is given.
+--format registry prints a draft entry for the Differential Privacy Deployments Registry (YAML),
+--format cyclonedx a CycloneDX 1.6 bill of materials with a model card (JSON). Exit code: 0, or 1 if
+the model is not private or its claim is wrong.
 
 examples:
   hf-private report path/to/model --html report.html
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=FORMATS, help="what to print (default: md, or nothing with --html)")
     parser.add_argument(
         "--also", metavar="PATH_OR_REPO", action="append", default=[],
-        help="another release on the same records, to be charged jointly; may be repeated",
+        help="another release on the same records, for the joint cost; may be repeated",
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """Check that the privacy claim of a model follows from its own statement.
 
-Reads privacy.json from a folder or from a repository on the Hub, computes epsilon again from the
-recorded steps with two independent accountants, and compares the statement with the card, the ledger
-(if it is there) and the weights. Unpickles nothing. Exit code: 0 the claim holds, 1 it does not,
+Reads privacy.json from a folder or from a repository on the Hub, recomputes epsilon from the recorded
+steps with two independent accountants, and compares the statement with the card, the ledger (if
+present) and the weights. Unpickles nothing. Exit code: 0 the claim holds, 1 it does not,
 2 cannot tell.
 
 example:

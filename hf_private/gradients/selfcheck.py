@@ -26,8 +26,9 @@ from .undisturbed import seed_all, tolerance, undisturbed, wide
 __all__ = ["Loss", "SelfCheckError", "self_check", "tolerance"]
 
 LENGTH = 11  # prime: no axis is a multiple of another by chance
-BATCH_SIZES = (1, 3, 5)
-COMPANY, SHORT = 3, 5  # records in a batch of training mode, and their length
+RECORDS = 7
+COMPANY = 3  # records in a batch with another first record
+SHORT = 5  # their length in training mode
 GRADIENT_SEEDS = 2
 LOSS_SEEDS = 8  # a coupling that happens in 3 of 10 forward passes is missed with probability 0.7^10 = 3 %
 
@@ -52,7 +53,7 @@ def self_check(
     if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
         sys.stderr.write("Checking per-sample gradients against autograd ...\n")
     start = time.perf_counter()
-    sizes = BATCH_SIZES if records_meet else BATCH_SIZES[:1]
+    size = RECORDS if records_meet else 1
     with undisturbed(model), wide(model) as dtype:
         _check_weights(model)
         groups: dict[str, list[str]] = {}
@@ -60,31 +61,26 @@ def self_check(
             groups.setdefault(group_of(name), []).append(name)
         floor = min(clip_norm / math.sqrt(len(groups)), gamma)
         check = Comparison(model, per_sample_loss, dtype, floor, groups)
-        batch = make_batch(sizes[-1], LENGTH)
+        batch = make_batch(size, LENGTH)
+        _check_distinct(batch)
         _check_state(model, per_sample_loss, _rows(batch, [0]))
         model.eval()
         _check_deterministic(check, _rows(batch, [0]))
         whole = _check_against_autograd(check, batch)
-        for n in _telling(batch):
-            _check_alone(check, _rows(batch, [n]), whole.rows(slice(n, n + 1)))
-        for size in sizes[1:-1]:
-            some = check.run(_rows(batch, list(range(size))))
-            check.same(f"in a batch of {size}", whole.rows(slice(size)), some)
+        closely = _telling(batch)
+        for n in range(size):
+            _check_alone(check, _rows(batch, [n]), whole.rows(slice(n, n + 1)), gradients=n in closely)
         if records_meet:
-            others = make_batch(sizes[-1], LENGTH, torch.Generator().manual_seed(1))
-            mixed = _exchanged(batch, others)
-            check.same(
-                "beside another first record", whole.rows(slice(1, None)), check.run(mixed).rows(slice(1, None))
-            )
+            others = make_batch(size, LENGTH, torch.Generator().manual_seed(1))
+            mixed = check.run(_exchanged(_rows(batch, list(range(COMPANY))), others))
+            check.same("beside another first record", whole.rows(slice(1, COMPANY)), mixed.rows(slice(1, None)))
             model.train()  # some models let records meet in training only; equal seeds drop out the same
             batch = make_batch(COMPANY, SHORT)
             _check_training(
                 check, batch, _exchanged(batch, make_batch(COMPANY, SHORT, torch.Generator().manual_seed(1)))
             )
     seconds = time.perf_counter() - start
-    return (
-        f"Self-check passed in {seconds:.1f} s: {len(trainable(model))} parameters exact for batches of {list(sizes)}."
-    )
+    return f"Self-check passed in {seconds:.1f} s: {len(trainable(model))} parameters exact for batches of {size}."
 
 
 # -- checks, in their order
@@ -104,6 +100,20 @@ def _check_weights(model: nn.Module) -> None:
         bad = sorted(set().union(*found))
     if bad:
         raise SelfCheckError(f"{_list(bad)}: has weights that are not finite. Remedy: load or initialise it again.")
+
+
+def _check_distinct(batch: Batch) -> None:
+    """Records that are alike would hide what they do to each other: their mean is each of them."""
+    records = len(next(iter(batch.values())))
+    rows = {
+        b"".join(x[n].detach().cpu().contiguous().view(-1).numpy().tobytes() for x in batch.values())
+        for n in range(records)
+    }
+    if len(rows) < records:
+        raise SelfCheckError(
+            f"`public_batch` must return records of which no two are alike, got {len(rows)} different ones of"
+            f" {records}: records that are alike cannot show whether they are independent."
+        )
 
 
 def _check_state(model: nn.Module, loss: Loss, batch: Batch) -> None:
@@ -227,16 +237,23 @@ def _weights(like: Tensor) -> Tensor:
 
 
 def _telling(batch: Batch) -> list[int]:
-    """Which records are compared with themselves alone: the longest, one that is padded, the shortest and the last."""
+    """Records whose gradients are compared with themselves alone: the longest, the shortest, and two others."""
     records, mask = len(next(iter(batch.values()))), batch.get("attention_mask")
     shortest = 2 if mask is None else int((mask != 0).flatten(1).sum(1).argmin())
     return sorted({n for n in (0, 1, shortest, records - 1) if n < records})
 
 
-def _check_alone(check: Comparison, record: Batch, inside: Run) -> None:
-    """A record alone and without its padding, against the same in a batch; if they differ, say which of both it is."""
+def _check_alone(check: Comparison, record: Batch, inside: Run, gradients: bool) -> None:
+    """A record alone and without its padding, against the same in a batch; if they differ, say which of both it is.
+
+    Losses of all records are compared, as some lengths may hide a coupling, and the gradients of some.
+    """
+    trimmed = _trim(record)
     try:
-        check.same("without padding", inside, check.run(_trim(record)))
+        if gradients:
+            check.same("without padding", inside, check.run(trimmed))
+        else:
+            check.same_losses("without padding", inside.losses, check.losses(trimmed, 0))
     except SelfCheckError:
         check.same("alone", inside, check.run(record))
         raise
@@ -271,10 +288,11 @@ def _trim(batch: Batch) -> dict[str, Tensor]:
         return dict(batch)
     keep = int(mask.sum(-1).max())
     axis = mask.dim() - 1
-    aligned = {key for key, x in batch.items() if x.shape[: axis + 1] == mask.shape}
+    aligned = {key for key, x in batch.items() if x.shape[: axis + 1] == mask.shape and not key.startswith("decoder")}
     if batch.get("input_ids") is not None and "labels" in aligned and batch["labels"].dtype == torch.long:
-        # Encoder-decoder labels have a length of their own; they are marked by positions beyond the mask.
-        if bool((batch["labels"][..., keep:] != -100).any()):
+        # Encoder-decoder labels have a length of their own, that of the decoder's inputs if these are given; else they
+        # are marked by positions beyond the mask.
+        if "decoder_input_ids" in batch or bool((batch["labels"][..., keep:] != -100).any()):
             aligned -= {"labels"}
     return {key: x.narrow(axis, 0, keep) if key in aligned else x for key, x in batch.items()}
 

@@ -89,7 +89,7 @@ def template_fields(statement: dict[str, Any]) -> dict[str, str]:
     in_line = {
         "epsilon": guarantee["epsilon"],
         "delta": guarantee["delta"],
-        "unit": _unit(unit),
+        "unit": unit_name(unit),
         "drawn": "units" if unit.get("sampling") == "units" else "records",
         "size": f"{unit['num_units']:,} units"
         if unit.get("sampling") == "units"
@@ -130,8 +130,8 @@ def template_fields(statement: dict[str, Any]) -> dict[str, str]:
     return {name: _cell(value) for name, value in in_line.items()} | blocks
 
 
-def _unit(unit: dict[str, Any]) -> str:
-    """What epsilon is per, as a noun."""
+def unit_name(unit: dict[str, Any]) -> str:
+    """What epsilon is per, as a noun, of a statement's `privacy_unit`."""
     if unit.get("column"):
         return f"`{unit['column']}`"
     k = unit["records_per_unit"]

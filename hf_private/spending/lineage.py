@@ -57,7 +57,8 @@ def past_of(model: nn.Module, continues: str | Path | None = None, resumed: bool
             continue
         origin, unreachable = _statement_of_origin(config, settled or known)
         found += [origin] if origin else []
-        if hasattr(config, MARK) and not (settled or known or unreachable or (origin and origin["ledger"]["events"])):
+        has_spending = origin is not None and bool(origin["ledger"]["events"])
+        if hasattr(config, MARK) and not any((settled, known, unreachable, has_spending)):
             raise unknown_cost(f"the model is marked as trained, and {config._name_or_path!r} has no {STATEMENT}")
         unchecked = (*unchecked, "base_model_unchecked") if unreachable else unchecked
     return Past((*found, *named), tuple(dict.fromkeys(unchecked)), bool(named))

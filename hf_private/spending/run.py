@@ -53,7 +53,7 @@ class Run:
     def charge(self, event: Event) -> None:
         """Write one step to the ledger, before anything of it is released; raise if the budget does not permit it."""
         if event != self.plan.event:
-            raise RuntimeError(f"The step is not the one that was planned: {event} instead of {self.plan.event}.")
+            raise RuntimeError(f"`event` must be the planned step, {self.plan.event}, got {event}.")
         if self.steps_left is not None:
             if self.steps_left < event.steps:
                 raise BudgetExceeded("The privacy budget permits no further step. Nothing was released.")

@@ -104,6 +104,8 @@ def refuse_batch(base: nn.Module, head: Head | None, inputs: dict[str, Any], lab
     for name in MASKS:
         _refuse_left_padding(name, inputs.get(name), ids if name == "attention_mask" else None)
     real = None if mask is None else mask != 0
+    if real is not None:
+        _refuse_blind_padding(base, real)
 
     positions, limit = inputs.get("position_ids"), rope_limit(config)
     if limit is not None:
@@ -161,6 +163,26 @@ def with_one_token(inputs: Mapping[str, Any]) -> dict[str, Any]:
             changed[name] = mask.clone()
             changed[name][..., 0] = torch.where((mask == 0).all(-1), 1, mask[..., 0])
     return changed
+
+
+def _refuse_blind_padding(base: nn.Module, real: Tensor) -> None:
+    """Padding beyond an attention window sees nothing. In float64, eager attention makes NaN of this row, and the next
+    layer or the backward pass spreads it to the record: its gradient is removed if a neighbour is long enough."""
+    config: Any = getattr(base, "config", None)
+    if getattr(base, "dtype", None) is not torch.float64 or config is None:
+        return
+    config = config.get_text_config()
+    both_sides = getattr(config, "local_attention", None)  # ModernBERT
+    window = both_sides // 2 + 1 if both_sides else getattr(config, "sliding_window", None)
+    if not isinstance(window, int) or getattr(config, "_attn_implementation", None) != "eager":
+        return
+    blind = real.shape[-1] - real.sum(-1).amin().clamp(min=1) >= window
+    if bool(blind):
+        raise ValueError(
+            f"`attention_mask` must leave less padding than the attention window ({window} tokens) in float64 with"
+            f" eager attention, got a row with more ({type(base).__name__}): its loss or gradient would be NaN because"
+            " of its neighbours. Load the model with attn_implementation='sdpa', or in float32."
+        )
 
 
 def _refuse_left_padding(name: str, mask: Any, ids: Tensor | None) -> None:

@@ -1,9 +1,12 @@
 """What a DPTrainer asks of its data: checks before the first charge, made-up batches, evaluation on other records."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Trainer
 
 from hf_private.tasks.collators import check_collator
 from hf_private.tasks.dataset_check import check_dataset
@@ -13,6 +16,7 @@ from hf_private.tasks.losses import LABEL_NAMES
 from hf_private.tasks.made_up import ranges_of, sample, schema_of
 from hf_private.tasks.micro_batches import LogicalCollator
 from hf_private.tasks.synthetic import synthetic_batch
+from hf_private.tasks.unit_loss import MakeBatch, made_up_units
 
 from .fingerprints import TrainingRecords
 from .guards import check_content, check_evaluation
@@ -35,20 +39,60 @@ def check_data(trainer: "LoadingMixin", dataset: Any, logical: LogicalCollator, 
         progress = not trainer.args.disable_tqdm
         trainer.ranks.run_on_first(check_dataset, trainer.as_inputs(dataset), logical.collate, limits, progress)
     if logical.max_rows > 1:
-        check_collator(logical.collate, dataset, trainer.model)
+        check_collator(_as_batch(trainer, logical), dataset, trainer.model)
+
+
+def _as_batch(trainer: "LoadingMixin", logical: LogicalCollator) -> Callable[[list[Any]], Any]:
+    """What makes of records the batch that the model gets: the collator, and a subclass's `_prepare_inputs`."""
+    if type(trainer)._prepare_inputs is Trainer._prepare_inputs:
+        return logical.collate
+
+    def prepared(records: list[Any]) -> Any:
+        batch = trainer._prepare_inputs(logical.collate(records))
+        return {name: x.cpu() if isinstance(x, Tensor) else x for name, x in batch.items()}
+
+    return prepared
 
 
 def public_batch(
     trainer: "LoadingMixin", batch_size: int, length: int, generator: torch.Generator | None
 ) -> dict[str, Tensor]:
-    """A made-up batch: for the model's head, or with the dataset's schema if `per_sample_loss` replaces the head's."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
+    """A made-up batch: of `public_examples`, for the model's head, or with the dataset's schema if `per_sample_loss`
+    replaces the head's."""
+    if trainer.public_examples is not None:
+        return example_batch(trainer, batch_size, generator)
+    make: MakeBatch = partial(synthetic_batch, trainer.accelerator.unwrap_model(trainer.model))
+    if trainer.rows_per_record > 1:
+        make = made_up_units(make, trainer.rows_per_record)
     if trainer.per_sample_loss is None or trainer.train_dataset is None:
-        return synthetic_batch(model, batch_size, length, generator)
+        return make(batch_size, length, generator)
     try:
-        return synthetic_batch(model, batch_size, length, generator)
+        return make(batch_size, length, generator)
     except (AttributeError, ValueError):  # a head or an input that is not listed
         return made_up_batch(trainer, batch_size, length, generator)
+
+
+def example_batch(trainer: "LoadingMixin", batch_size: int, generator: torch.Generator | None) -> dict[str, Tensor]:
+    """Some of `public_examples`, in a batch of the trainer's collator; others for another generator."""
+    examples: Any = trainer.public_examples
+    if examples is trainer.train_dataset:
+        raise ValueError(
+            "`public_examples` must not be `train_dataset`: whether the self-check passes would depend on it. Give a"
+            " few records that anybody may see, such as made-up ones."
+        )
+    if len(examples) <= batch_size:
+        raise ValueError(
+            f"`public_examples` must hold more than {batch_size} records, no two alike, got {len(examples)}: the"
+            " self-check compares batches of different ones. Add some."
+        )
+    seed = 0 if generator is None else generator.initial_seed()
+    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
+    collator = trainer._get_collator_with_removed_columns(trainer.training_collator, description="public")
+    return _tensors(trainer, collator([examples[i] for i in order[:batch_size]]))
+
+
+def _tensors(trainer: "LoadingMixin", batch: Any) -> dict[str, Tensor]:
+    return {name: value for name, value in trainer._prepare_inputs(batch).items() if isinstance(value, Tensor)}
 
 
 def made_up_batch(
@@ -57,16 +101,20 @@ def made_up_batch(
     """Made-up records with the schema of the training set, in a batch of its collator."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     generator = generator or torch.Generator().manual_seed(0)
+    varied = [length, *torch.randint(2, max(3, length), (batch_size - 1,), generator=generator).tolist()]
     try:
         make = schema_of(sample(trainer.train_dataset), ranges_of(model))
-        lengths = [length, *torch.randint(2, max(3, length), (batch_size - 1,), generator=generator).tolist()]
         collator = trainer._get_collator_with_removed_columns(trainer.training_collator, description="made-up")
-        batch = collator([make(size, generator) for size in lengths])
-        return {name: value for name, value in trainer._prepare_inputs(batch).items() if isinstance(value, Tensor)}
+        try:
+            batch = collator([make(size, generator) for size in varied])
+        except Exception:  # a collator of records of one length
+            batch = collator([make(length, generator) for _ in varied])
+        return _tensors(trainer, batch)
     except Exception:
         raise ValueError(
-            f"`public_batch` must be overridden for {type(base_model(model)).__name__}: no made-up batch could be"
-            " built for it from the schema of `train_dataset`. Return inputs and labels of made-up records."
+            f"`public_examples` must be given for {type(base_model(model)).__name__}: no made-up batch could be built"
+            " for it from the schema of `train_dataset`. Give a few public records of the same form, or override"
+            " `public_batch`."
         ) from None
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from datasets.fingerprint import Hasher
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainingArguments, set_seed
@@ -13,7 +13,7 @@ from transformers.utils import logging
 from hf_private.distributed.ranks import Ranks
 from hf_private.gradients.bookkeeper import trainable
 
-from .fingerprints import MOST_SHARED, TrainingRecords
+from .fingerprints import TrainingRecords
 
 logger = logging.get_logger(__name__)
 
@@ -63,12 +63,23 @@ def check_evaluation(evaluation: Any, training: Any) -> None:
 
 
 def check_content(evaluation: Any, known: TrainingRecords) -> None:
-    """No evaluation set may hold more than a few training records, whatever object they are in."""
+    """No evaluation set may hold more training records than recur by nature, whatever object they are in."""
     for dataset in evaluation.values() if isinstance(evaluation, dict) else (evaluation,):
         if dataset is None or isinstance(dataset, str):
             continue
-        if known.share_of(dataset) > MOST_SHARED:
-            raise ValueError(TRAINED_ON)
+        found = known.overlap(dataset)
+        if found.share > found.allowed:
+            raise ValueError(
+                f"`eval_dataset` must hold other records than the training set, got {found.share:.0%} of its records"
+                f" in both (at most {found.allowed:.0%} is explained by the {found.natural:.0%} that occur more than"
+                " once in the training set): their loss would be logged without noise. Evaluate on other records, or"
+                " set `log_nonprivate=True`, which makes the run NOT PRIVATE."
+            )
+        if found.share:
+            logger.warning_once(
+                "Some evaluation records have the same content as a training record, no more than short texts repeat"
+                " by nature. Their metrics are logged without noise: remove them if they are the same people's."
+            )
 
 
 class PrivateStepGuard(TrainerCallback):
@@ -76,27 +87,82 @@ class PrivateStepGuard(TrainerCallback):
 
     def __init__(self) -> None:
         self.released = 0  # by the mechanism, since the optimizer's last step
+        self._gradients: dict[str, tuple[Tensor, int]] = {}
+
+    def note_release(self, model: nn.Module) -> None:
+        """Called when the mechanism has written the gradients."""
+        self.released += 1
+        self._gradients = {n: (p.grad, p.grad._version) for n, p in model.named_parameters() if p.grad is not None}
 
     def on_pre_optimizer_step(self, *_: Any, model: nn.Module, **__: Any) -> None:
-        """Between `training_step` and the optimizer: there must have been one private release, or no gradient."""
+        """Between `training_step` and the optimizer: there must have been one private release, or no gradient.
+
+        It comes before the user's callbacks, which may change gradients that are private.
+        """
         released, self.released = self.released, 0
-        if released != 1 and any(p.grad is not None for p in model.parameters()):
+        noted, self._gradients = self._gradients, {}
+        now = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        if released != 1 and now:
             raise RuntimeError(
                 f"`training_step` must run the mechanism once for each step, got {released} times. An overriding"
                 " method has to call DPTrainer's with `super().training_step(...)`."
             )
+        for name, grad in now.items():
+            before, version = noted.get(name.removeprefix("module."), noted.get(name, (None, 0)))
+            if grad is not before or grad._version != version:
+                raise RuntimeError(
+                    f"`training_step` must leave the gradients as the mechanism wrote them, got another one for"
+                    f" `{name}`: what is added after the noise is not private. A callback may change private gradients"
+                    " in its `on_pre_optimizer_step`; the loss is `per_sample_loss`."
+                )
+
+
+class ForwardGuard:
+    """Notices hooks and forward methods that come to a model after its self-check, and may couple records.
+
+    Those of transformers, accelerate and PEFT are let in: evaluations install some.
+    """
+
+    TRUSTED = ("transformers.", "accelerate.", "peft.", "torch.")
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._known = self._find()
+
+    def _find(self) -> dict[tuple[str, int], Any]:
+        """What runs in a forward pass beside the classes' own methods, by module and identity."""
+        found: dict[tuple[str, int], Any] = {}
+        for path, module in self.model.named_modules():
+            own = module.__dict__.get("forward")
+            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values(), own):
+                if hook is not None:
+                    found[path, id(hook)] = hook
+        return found
+
+    def check(self) -> None:
+        """Refuse a step with what was not there when the model was checked."""
+        for (path, key), hook in self._find().items():
+            trusted = (getattr(hook, "__module__", None) or "").startswith(self.TRUSTED)
+            if (path, key) not in self._known and not trusted:
+                raise RuntimeError(
+                    f"`{path}` must run as it did when records were found to be independent, got a new forward hook or"
+                    " method, which may couple records. Register it before `train()`, so that it is checked too, or"
+                    " remove it before the next step."
+                )
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     """The optimizer must update exactly the Parameter objects whose gradients are made private."""
     engine = {id(p): name for name, p in trainable(model).items()}
     held = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    if missing := [name for key, name in engine.items() if key not in held]:
+    missing = [name for key, name in engine.items() if key not in held]
+    if missing:
         raise ValueError(
             f"`optimizers` must hold every trainable parameter of the model, got one without `{missing[0]}`"
             f" ({len(missing)} in all). Build it from trainer.model.parameters(), or freeze them."
         )
-    if strangers := held.keys() - engine.keys():
+    strangers = held.keys() - engine.keys()
+    if strangers:
         raise ValueError(
             f"`optimizers` must hold parameters of the model only, got {len(strangers)} others. It was built for"
             " a different copy of the model: build it from trainer.model.parameters()."
@@ -106,7 +172,8 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
 def check_parameters(model: nn.Module, engine: Mapping[str, nn.Parameter]) -> None:
     """The trainable parameters must not change during a run: the engine clips and adds noise to exactly these."""
     now = trainable(model)
-    if odd := [name for name in {**engine, **now} if now.get(name) is not engine.get(name)]:
+    odd = [name for name in {**engine, **now} if now.get(name) is not engine.get(name)]
+    if odd:
         what = "replaced"
         if odd[0] not in now:
             what = "frozen"

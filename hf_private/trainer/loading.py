@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
+from hf_private._validate import integer_at_least
 from hf_private.config import DPConfig
 from hf_private.distributed.ranks import Ranks
 from hf_private.gradients.selfcheck import Loss
@@ -32,6 +33,7 @@ class LoadingMixin(TrainerBase):
     ranks: Ranks
     per_sample_loss: Callable[[Any, Any], Tensor] | None
     anchor_dataset: Any
+    public_examples: Any
     expected_batch_size: int
     unit_column: UnitColumn
     evaluation_guard: EvaluationGuard
@@ -56,6 +58,16 @@ class LoadingMixin(TrainerBase):
         """The collator of private steps: `data_collator`, unless a subclass trains on another layout than it
         evaluates on. Rows of its batches are records."""
         return self.data_collator
+
+    @property
+    def rows_per_record(self) -> int:
+        """Rows of each record (chunks of a text, candidates), as the collator's attribute of this name says, or 1.
+
+        Its tensors then have the shape (records, rows, ...).
+        """
+        rows = getattr(self.training_collator, "rows_per_record", 1)
+        integer_at_least(1, rows_per_record=rows)
+        return rows
 
     def as_inputs(self, dataset: Any) -> Any:
         """The records in the fields of the model's input, for the check before the first charge."""
@@ -140,7 +152,8 @@ class LoadingMixin(TrainerBase):
         self, batch_size: int, length: int, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
         """A made-up batch for the self-check at the start of `train()`: inputs and labels of records of up to `length`
-        tokens, no two alike. Override it for a model or a `per_sample_loss` that needs other inputs."""
+        tokens, no two alike. It is made for the model's head, or else by the collator, of made-up records with the
+        schema of the training set. `public_examples` replaces those."""
         return public_batch(self, batch_size, length, generator)
 
     # ---- evaluation

@@ -27,12 +27,14 @@ from hf_private.methods.gep.method import Anchors
 from hf_private.methods.registry import resolve_method
 from hf_private.spending.spending import LEDGER, Spending
 from hf_private.tasks.losses import PerSampleLoss
+from hf_private.tasks.unit_loss import RowsLoss
 from hf_private.tasks.units import UnitColumn
 
 from .callbacks import PrivacyCallback, UpdateCallback, show_epsilon_in_notebooks
 from .data_guards import EvaluationGuard
 from .facts import public_facts
 from .guards import (
+    ForwardGuard,
     PrivateStepGuard,
     check_gradients,
     check_optimizer,
@@ -79,6 +81,7 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
         dp_config: DPConfig | None = None,
         per_sample_loss: Callable[[Any, Any], Tensor] | None = None,
         anchor_dataset: Any = None,
+        public_examples: Any = None,
         continues: str | Path | None = None,
         **arguments: Any,
     ) -> None:
@@ -93,11 +96,13 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
             )
         self.per_sample_loss = per_sample_loss
         self.anchor_dataset = anchor_dataset
+        self.public_examples = public_examples
         self._given_batch_size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         self.expected_batch_size = dp_config.expected_batch_size or self._given_batch_size
         self.evaluation_guard = EvaluationGuard(self)
         self._keys: Keys | None = None
         self._mechanism: Mechanism | None = None
+        self._forward_guard: ForwardGuard | None = None
         self._gradients_checked = False
         self.unit_column = UnitColumn(dp_config.unit_column)
         super().__init__(
@@ -123,15 +128,18 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
         )
         self.dp_config = self._with_checked_anchors(dp_config)
         self.privacy_callback = PrivacyCallback(self.spending)
+        self.step_guard = PrivateStepGuard()
         # before the user's callbacks, which may change weights, and before the reporters, which then see epsilon
-        self.callback_handler.callbacks[:0] = [self.privacy_callback, UpdateCallback(self.provenance.note_update)]
+        self.callback_handler.callbacks[:0] = [
+            self.privacy_callback,
+            UpdateCallback(self.provenance.note_update),
+            self.step_guard,
+        ]
         self.log_filter = LogFilter(self.dp_config)
         self.log_filter.keep_first(self.callback_handler)
         show_epsilon_in_notebooks(self.callback_handler)
         self.graceful_stop = GracefulStop(self.ranks)
-        self.step_guard = PrivateStepGuard()
-        for callback in (self.graceful_stop, self.step_guard):
-            self.add_callback(callback)
+        self.add_callback(self.graceful_stop)
 
     def _validate_args(self) -> None:
         self._check_settings()
@@ -141,7 +149,7 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
             check_size(self.expected_batch_size, self.dp_config.target_delta, drawn or 0)
 
     def _check_settings(self) -> None:
-        """Refuse what would void the guarantee; again at each `train()`, for all of it can be set later, too."""
+        """Refuse settings that void the guarantee. Each `train()` checks again: settings may have changed since."""
         problems = refusals(
             self.args,
             train_dataset=self.train_dataset,
@@ -149,7 +157,8 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
             compute_loss_func=self.compute_loss_func,
             custom_compute_loss=type(self).compute_loss is not self.objective_of.compute_loss,
         )
-        if found := [*problems, *refused_overrides(self)]:
+        found = [*problems, *refused_overrides(self)]
+        if found:
             raise ValueError("\n".join(found))
         self.evaluation_guard.check(self.eval_dataset)
 
@@ -223,7 +232,8 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
         method = self.create_method()
         self.provenance.find_trainings()  # before FSDP2 replaces the parameters
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        if steps := max(max_steps - self.state.global_step, 0):
+        steps = max(max_steps - self.state.global_step, 0)
+        if steps:
             self._attach(method, train_dataloader.batch_sampler.sample_rate, steps)
             checkpoint = resume_from_checkpoint
             method.begin_run(
@@ -253,7 +263,8 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
 
         Guarantee: The self-check at the start of `train()` runs on it, whatever a subclass returns.
         """
-        return PerSampleLoss(model, self.per_sample_loss, self.args.label_smoothing_factor, self.args.label_names)
+        loss = PerSampleLoss(model, self.per_sample_loss, self.args.label_smoothing_factor, self.args.label_names)
+        return loss if self.rows_per_record == 1 else RowsLoss(loss, self.rows_per_record)
 
     def _attach(self, method: Method, sample_rate: float, steps: int) -> None:
         """Build the mechanism for so many steps, of a model and an optimizer that keep the guarantee."""
@@ -261,6 +272,7 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
         model = self.accelerator.unwrap_model(self.model_wrapped)
         check_optimizer(self.optimizer, model)
         self._mechanism = build_mechanism(self, model, method, self._keys, sample_rate, steps)
+        self._forward_guard = ForwardGuard(model)
         self._gradients_checked = False
 
     # ---- one step
@@ -275,9 +287,11 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
             self.state.global_step -= 1
             return torch.zeros((), device=self.args.device)
         check_parameters(self._mechanism.model, self._mechanism.parameters)
+        assert self._forward_guard is not None
+        self._forward_guard.check()
         self.provenance.check_step()
         self._mechanism.step(as_unit_batch(part).map(self._ready) for part in inputs.micro_batches)
-        self.step_guard.released += 1
+        self.step_guard.note_release(self._mechanism.model)
         self.provenance.register_step()
         if not self._gradients_checked and inputs.size:
             check_gradients(self._mechanism.model, self.dp_config.is_private)

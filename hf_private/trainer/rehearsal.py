@@ -100,6 +100,7 @@ def _twin(trainer: "PrivateMixin", folder: str, steps: int) -> "PrivateMixin":
         dp_config=config,
         per_sample_loss=trainer.per_sample_loss,
         anchor_dataset=trainer.anchor_dataset,
+        public_examples=trainer.public_examples,
     )
 
 

@@ -13,6 +13,7 @@ from hf_private.mechanism.clipping import Clipping
 from hf_private.mechanism.noise import NoiseSource
 from hf_private.mechanism.step import Mechanism
 from hf_private.randomness import Key
+from hf_private.tasks.unit_loss import CHECKED_ROWS, Loss, MakeBatch, UnitLoss, made_up_units
 
 if TYPE_CHECKING:
     from .private import PrivateMixin
@@ -40,8 +41,12 @@ def build_mechanism(
     loss = trainer.create_loss(model)
     meet = trainer.args.per_device_train_batch_size > 1
     clipping = Clipping(config.clipping, config.clip_norm, config.gamma)
-    args = (model, loss, trainer.public_batch, meet, clipping.clip_norm, clipping.gamma, clipping.group_of)
-    logger.info(run_collectively(ranks, model, self_check, *args))
+    checks: list[tuple[Loss, MakeBatch]] = [(loss, trainer.public_batch)]
+    if config.draws_units or config.augmentations > 1:  # rows that are clipped as one; single ones occur, too
+        checks.append((UnitLoss(loss, CHECKED_ROWS), made_up_units(trainer.public_batch, CHECKED_ROWS)))
+    for checked, make_batch in checks:
+        args = (model, checked, make_batch, meet, clipping.clip_norm, clipping.gamma, clipping.group_of)
+        logger.info(run_collectively(ranks, model, self_check, *args))
     noise = NoiseSource(config.noise, keys.noise)
     run = trainer.provenance.open_run(
         sample_rate,

@@ -23,6 +23,8 @@ class DPTrainer(PrivateMixin, Trainer):
         per_sample_loss: fn(outputs, labels) -> (B,), a loss for each record, in place of the one that fits the
             model's head; `labels` is a dict if there are several. It replaces `compute_loss`.
         anchor_dataset: Public records that span the subspace of `DPConfig.anchors`.
+        public_examples: A few public records of the form of `train_dataset`, for the self-check at the start of
+            `train()`. By default it makes records up, which fails for what cannot be made up, such as file names.
         continues: Folder or Hub repository whose privacy.json this run continues, beside that of the base model: for
             an adapter from `PeftModel.from_pretrained`, which does not keep where it came from, also if that was this
             output folder.
@@ -65,6 +67,7 @@ class DPTrainer(PrivateMixin, Trainer):
         dp_config: DPConfig | None = None,
         per_sample_loss: Callable[[Any, Any], Tensor] | None = None,
         anchor_dataset: Any = None,
+        public_examples: Any = None,
         continues: str | Path | None = None,
         **kwargs: Any,
     ) -> None:
@@ -87,6 +90,7 @@ class DPTrainer(PrivateMixin, Trainer):
             dp_config=dp_config,
             per_sample_loss=per_sample_loss,
             anchor_dataset=anchor_dataset,
+            public_examples=public_examples,
             continues=continues,
             **{name: value for name, value in optional.items() if value not in (None, (None, None))},
             **kwargs,

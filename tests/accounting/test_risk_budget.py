@@ -6,7 +6,7 @@ from scipy.stats import norm
 from hf_private.accounting.budget import BudgetExceeded
 from hf_private.accounting.events import Event
 from hf_private.accounting.risk import risk
-from hf_private.accounting.risk_budget import LEAST_NOISE, calibrate_risk, steps_within_risk
+from hf_private.accounting.risk_budget import LEAST_NOISE, calibrate_risk
 
 Q = 2000 / 67349
 
@@ -60,21 +60,9 @@ def test_a_budget_that_is_gone_is_refused() -> None:
         calibrate_risk(0.38, 0.01, 10, spent)
     with pytest.raises(BudgetExceeded, match="`target_risk`"):
         calibrate_risk(0.5, 0.01, 10, [Event(0.1, (0.0,))])  # a step without noise
-    assert steps_within_risk(0.38, Event(0.01, (1.0,)), spent, at_most=10) == 0
-
-
-def test_steps_within_is_the_largest_number() -> None:
-    event, spent = Event(0.05, (1.5,), 2), [Event(0.05, (2.0,), 20)]
-    fit = steps_within_risk(0.2, event, spent, at_most=500)
-    assert 0 < fit < 500
-    assert advantage(*spent, Event(0.05, (1.5,), 2 * fit)) <= 0.2 < advantage(*spent, Event(0.05, (1.5,), 2 * fit + 2))
-    assert steps_within_risk(0.2, event, spent, at_most=3) == 3
-    assert steps_within_risk(0.2, Event(0.05, (0.0,)), at_most=5) == 0
 
 
 @pytest.mark.parametrize("target", [0, 1, -0.1, "0.3", float("nan")])
 def test_bad_targets_are_refused(target: object) -> None:
     with pytest.raises(ValueError, match="`target_risk`"):
         calibrate_risk(target, 0.1, 10)  # pyrefly: ignore[bad-argument-type]  (that is what is tested)
-    with pytest.raises(ValueError, match="`target_risk`"):
-        steps_within_risk(target, Event(0.1, (1.0,)), at_most=1)  # pyrefly: ignore[bad-argument-type]  (as above)

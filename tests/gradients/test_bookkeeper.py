@@ -85,6 +85,19 @@ def test_bf16_autocast_is_exact_within_bf16(name):
     assert_exact(model, autocast, zoo.make_batch(model, batch_size=3), tolerance=5e-2)
 
 
+def test_a_convolution_under_autocast_takes_what_a_linear_layer_gives():
+    """The linear layer's output is bf16, the convolution's weight is float32."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"first": nn.Linear(6, 4), "second": nn.Conv1d(4, 6, 1)})
+    model.forward = lambda x: model["second"](model["first"](x).mT)
+
+    def loss(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(batch["x"]).float().square().sum((1, 2))
+
+    assert_exact(model, loss, {"x": torch.randn(3, 5, 6)}, tolerance=5e-2)
+
+
 def test_dropout_draws_one_mask_per_forward():
     """With dropout on, the book describes the very forward pass that ran: its sum is that pass's gradient."""
     model, loss = zoo.build("bert")

@@ -345,6 +345,17 @@ def test_registry_does_not_count_people_that_it_does_not_know() -> None:
     assert "number_of_privacy_units" not in entry["deployment"]["privacy_loss"]
 
 
+def test_a_report_names_the_unit_of_a_column() -> None:
+    unit = {"unit_column": "patient", "unit_sampling": "units", "records_per_unit": 8, "disjoint_units": False}
+    given = facts(run={**unit, "num_units": 5000, "num_records": None}, **unit)
+    given["dataset"] |= {"num_units": 5000, "num_records": None}
+    report = report_on(build_statement(given, {}))
+    assert "per `patient`" in report.headline and "person" not in to_markdown(report)
+    assert "column \\`patient\\`, of which there are 5,000" in to_markdown(report)
+    loss = to_registry(report)["deployment"]["privacy_loss"]
+    assert loss["privacy_unit"] == "Unit-level (patient)" and loss["number_of_privacy_units"] == 5000
+
+
 def test_registry_refuses_a_model_that_is_not_private() -> None:
     with pytest.raises(ValueError, match="registry"):
         to_registry(card_report("digits_np"))

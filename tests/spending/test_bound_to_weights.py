@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback
 
 from hf_private.gradients.selfcheck import LENGTH
-from hf_private.spending.fingerprints import fingerprint
+from hf_private.spending.fingerprints import BITS, fingerprint
 from hf_private.spending.ledger import LedgerError
 from hf_private.spending.statement import admitted, build_statement, read_statement
 from hf_private.trainer.trainer import DPTrainer
@@ -92,7 +92,7 @@ def test_a_trainer_inside_a_callback_of_another(tmp_path: Path, event: str, decl
     elif event == "on_train_end":
         outer.train()
     else:
-        with pytest.raises(LedgerError, match="`bert.embeddings.*changed outside of the private steps"):
+        with pytest.raises(LedgerError, match="`bert.embeddings.*`trainer.declare_post_processing"):
             outer.train()
     assert steps(tmp_path / "inner") == 4 + {"on_train_begin": 0, "on_step_end": 1, "on_train_end": 4}[event]
     if declared or event == "on_train_end":
@@ -131,7 +131,7 @@ def test_a_changed_copy_of_a_part_is_refused(tmp_path: Path) -> None:
     with torch.no_grad():
         for p in whole.bert.parameters():
             p.mul_(1.5)
-    with pytest.raises(LedgerError, match="marked as trained.*`DPTrainer"):
+    with pytest.raises(LedgerError, match="`DPTrainer"):
         training.trainer(tmp_path / "second", whole).train()
 
 
@@ -157,7 +157,7 @@ def test_weights_that_were_trained_without_privacy_after_the_run_are_not_saved(t
     train_without_privacy(made.model, tmp_path / "stock")
     assert_refused(made, tmp_path / "out")
     for trainer in (made, training.trainer(tmp_path / "next", made.model)):
-        with pytest.raises(LedgerError, match="changed outside of the private steps"):
+        with pytest.raises(LedgerError, match="`trainer.declare_post_processing"):
             trainer.train()
     assert_refused(made, tmp_path / "out")
     assert_refused(training.trainer(tmp_path / "run", made.model), tmp_path / "out")
@@ -199,7 +199,7 @@ def test_training_without_privacy_inside_a_callback(tmp_path: Path, event: str) 
     if event == "on_train_end":
         made.train()
     else:
-        with pytest.raises(LedgerError, match="changed outside of the private steps"):
+        with pytest.raises(LedgerError, match="`trainer.declare_post_processing"):
             made.train()
     if event == "on_train_begin":  # no private step was taken, and the statement says so
         made.save_model(str(tmp_path / "out"))
@@ -214,6 +214,22 @@ def test_a_frozen_weight_that_a_callback_writes_to_is_not_saved(tmp_path: Path) 
     model.bert.requires_grad_(False)
     made = trained(tmp_path / "run", model, callbacks=[at("on_step_end", scale_one_element)])
     assert_refused(made, tmp_path / "out", "`bert.embeddings.word_embeddings.weight`")
+
+
+@quick
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_single_element_that_a_callback_writes_to_is_noticed_in_the_run(tmp_path: Path, dtype: torch.dtype) -> None:
+    """A write to `.data` leaves torch's counters as they are."""
+
+    def change_last_bit(model: nn.Module) -> None:
+        weight = model.bert.embeddings.word_embeddings.weight.data
+        weight.view(BITS[weight.element_size()])[7, 3] ^= 1
+
+    made = training.trainer(
+        tmp_path, zoo.small("bert").to(dtype), callbacks=[at("on_step_end", change_last_bit)], max_steps=3
+    )
+    with pytest.raises(LedgerError, match="changed outside of the private steps"):
+        made.train()
 
 
 @quick
@@ -234,7 +250,7 @@ def test_a_complete_run_that_is_resumed_is_bound_to_its_weights(tmp_path: Path) 
     again.save_model(str(tmp_path / "before"))
     train_without_privacy(again.model, tmp_path / "stock")
     assert_refused(again, tmp_path / "out")
-    with pytest.raises(LedgerError, match="changed outside of the private steps"):
+    with pytest.raises(LedgerError, match="`trainer.declare_post_processing"):
         training.trainer(tmp_path / "next", again.model).train()
 
 
@@ -270,7 +286,7 @@ def test_no_card_is_written_for_files_that_were_saved_by_hand(tmp_path: Path) ->
     changed = copy.deepcopy(made.model)
     scale_one_element(changed)
     changed.save_pretrained(tmp_path)
-    with pytest.raises(LedgerError, match="are not those that its privacy.json is about"):
+    with pytest.raises(LedgerError, match=r"`trainer.save_model\(\)`"):
         made.create_model_card()
 
 
@@ -298,13 +314,13 @@ def test_a_buffer_that_training_writes_to_is_not_saved(tmp_path: Path, save: dic
     model = Leaking(zoo.small("bert").config)
     made = training.trainer(tmp_path / "run", model, records, dp={"expected_batch_size": 20}, **save)
     if save:
-        with pytest.raises(LedgerError, match="`last` is a buffer"):
+        with pytest.raises(LedgerError, match="`last`"):
             made.train()
     else:
         made.train()
     assert model.last.tolist() == list(range(5, 17)), "a record can be read"
     made.declare_post_processing("dtype")
-    assert_refused(made, tmp_path / "out", "`last` is a buffer")
+    assert_refused(made, tmp_path / "out", "`last`")
 
 
 @quick
@@ -353,7 +369,7 @@ def test_declared_post_processing_passes_and_the_card_says_so(tmp_path: Path, ki
     made = trained(tmp_path / "run", model)
     change(made)
     assert_refused(made, tmp_path / "out")
-    with pytest.raises(ValueError, match="`post_processing` must be one of 'average'"):
+    with pytest.raises(ValueError, match="`post_processing`.*'average'"):
         made.declare_post_processing("epsilon = 0.1")
     assert_refused(made, tmp_path / "out")
     made.declare_post_processing(kind)

@@ -68,12 +68,12 @@ def test_models_without_a_past(tmp_path: Path) -> None:
 def test_a_record_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     for text in ("{", "{}", '{"ledger": {"events": [{"sample_rate": 2}]}}', '{"ledger": {"events": []}}'):
         (tmp_path / "privacy.json").write_text(text)
-        with pytest.raises(LedgerError, match="cannot be read.*`disjoint_data=True`"):
+        with pytest.raises(LedgerError, match="`disjoint_data=True`"):
             past_of(loaded(tmp_path))
 
 
 def test_a_folder_that_is_gone_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(LedgerError, match="does not exist.*continues=.*`disjoint_data=True`"):
+    with pytest.raises(LedgerError, match="`DPTrainer.continues=.*`disjoint_data=True`"):
         past_of(loaded(tmp_path / "gone"))
     assert past_of(loaded(tmp_path / "gone"), resumed=True) == Past()
 
@@ -91,7 +91,7 @@ def test_a_trained_model_that_was_moved_or_saved_by_hand_is_refused(tmp_path: Pa
     for model in (moved, BertForSequenceClassification.from_pretrained("by_hand")):
         made = training.trainer(tmp_path / "new", model=model)
         for _ in range(2):  # to try again does not help
-            with pytest.raises(LedgerError, match="marked as trained.*continues=.*disjoint_data="):
+            with pytest.raises(LedgerError, match="`DPTrainer.continues=.*`disjoint_data="):
                 made.train()
         assert past_of(model, resumed=True) == Past()
     assert len(past_of(moved, continues="second").statements) == 1
@@ -221,7 +221,7 @@ def test_a_trained_model_that_is_a_part_of_another(tmp_path: Path) -> None:
         whole.bert = BertModel.from_pretrained(tmp_path / "first")
         assert [len(past["ledger"]["events"]) for past in past_of(whole).statements] == [1]
     (tmp_path / "first" / "privacy.json").unlink()
-    with pytest.raises(LedgerError, match="has no privacy.json"):
+    with pytest.raises(LedgerError, match="`DPTrainer.continues="):
         past_of(whole)
 
 

@@ -50,7 +50,7 @@ def test_weights_that_were_trained_on_are_not_saved_with_an_old_card(tmp_path: P
     before = {path: path.read_bytes() for path in training.files(tmp_path / "first")}
     for save in (first.save_model, lambda: first.save_model(tmp_path / "other"), first.push_to_hub):
         first.hub_model_id = "me/model"
-        with pytest.raises(LedgerError, match="trained elsewhere: 8 private steps.*nothing was saved"):
+        with pytest.raises(LedgerError, match=" 8 private steps"):
             save()
     assert {path: path.read_bytes() for path in training.files(tmp_path / "first")} == before
     assert not (tmp_path / "other").exists()
@@ -66,7 +66,7 @@ def test_a_trainer_that_has_not_trained_saves_what_its_ledger_has(tmp_path: Path
     costly = trained(tmp_path / "costly").model
     costly.save_pretrained(tmp_path / "by_hand")
     trained(tmp_path / "cheap", max_steps=1)
-    for folder, error in (("costly", "trained elsewhere: 4 private"), ("by_hand", "marked as trained")):
+    for folder, error in (("costly", " 4 private steps"), ("by_hand", "`DPTrainer.continues=")):
         for target in ("cheap", "unused"):
             with pytest.raises(LedgerError, match=error):
                 training.trainer(tmp_path / target, pretrained(tmp_path / folder)).save_model()
@@ -75,7 +75,7 @@ def test_a_trainer_that_has_not_trained_saves_what_its_ledger_has(tmp_path: Path
     assert steps(tmp_path / "copy") == 4
     training.trainer(tmp_path / "fresh").save_model()
     training.trainer(tmp_path / "stated", pretrained(tmp_path / "costly"), dp={"disjoint_data": True}).save_model()
-    with pytest.raises(LedgerError, match="marked as trained"):  # this one says nothing of them
+    with pytest.raises(LedgerError, match="`DPTrainer.continues="):  # this one says nothing of them
         training.trainer(tmp_path / "next", pretrained(tmp_path / "stated")).train()
 
 
@@ -115,7 +115,7 @@ def test_a_run_that_was_refused_is_refused_again_in_a_folder_with_a_history(tmp_
     trained(tmp_path / "cheap", max_steps=1)
     made = training.trainer(tmp_path / "cheap", pretrained(tmp_path / "by_hand"))
     for attempt in (made.train, made.train, made.save_model):
-        with pytest.raises(LedgerError, match="marked as trained"):
+        with pytest.raises(LedgerError, match="`DPTrainer.continues="):
             attempt()
 
 

@@ -62,13 +62,13 @@ def test_no_step_beyond_the_plan_and_no_other_step(tmp_path: Path) -> None:
     spent = spending(tmp_path, target_epsilon=4.0)
     with spent.open(RATE, 2, lambda s: (s,)) as opened:
         sigma = opened.plan.noise_multiplier
-        with pytest.raises(RuntimeError, match="not the one that was planned"):
+        with pytest.raises(RuntimeError, match="`event`"):
             opened.charge(Event(RATE, (sigma / 2,)))
-        with pytest.raises(RuntimeError, match="not the one that was planned"):
+        with pytest.raises(RuntimeError, match="`event`"):
             opened.charge(Event(RATE, (sigma,), steps=2))
         opened.charge(Event(RATE, (sigma,)))
         opened.charge(Event(RATE, (sigma,)))
-        with pytest.raises(BudgetExceeded, match="Nothing was released"):
+        with pytest.raises(BudgetExceeded):
             opened.charge(Event(RATE, (sigma,)))
     assert total(spent) == 2
     assert 3.9 < spent.epsilon() <= 4.0
@@ -87,7 +87,7 @@ def test_a_spent_budget_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module.logger, "warning", said.append)
     spent = spending(tmp_path, target_epsilon=4.0)
     run(spent, 5, None)
-    with pytest.raises(BudgetExceeded, match="used up: epsilon 4 of `target_epsilon` 4 is spent"):
+    with pytest.raises(BudgetExceeded, match="epsilon 4 of `target_epsilon` 4"):
         run(spent, 5, None)
     assert total(spent) == 5 and said == []
     more = spending(tmp_path, target_epsilon=6.0)
@@ -196,9 +196,9 @@ def test_missing_parts_are_refused_with_the_way_out(tmp_path: Path, missing: str
     run(spent, 2)
     folder = checkpoint(spent, 2)
     gone, error, way_out = {
-        "own": (tmp_path / LEDGER, LedgerError, "Put it back; if none ran after it, copy"),
+        "own": (tmp_path / LEDGER, LedgerError, f"{LEDGER}.*checkpoint-2"),
         "copy": (folder / LEDGER, LedgerError, "load its weights with from_pretrained"),
-        "state": (folder / "trainer_state.json", ValueError, "Use True for the newest complete one"),
+        "state": (folder / "trainer_state.json", ValueError, "`resume_from_checkpoint`"),
     }[missing]
     gone.unlink()
     with pytest.raises(error, match=way_out):
@@ -213,7 +213,7 @@ def test_two_runs_cannot_write_to_one_ledger(tmp_path: Path) -> None:
 
 
 def test_half_written_checkpoints_are_passed_over(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no complete checkpoint.*train\\(\\) instead"):
+    with pytest.raises(ValueError, match="`resume_from_checkpoint`"):
         last_checkpoint(tmp_path)
     for number, state in ((2, "{}"), (10, "{}"), (12, '{"global_step": 1'), (14, None)):
         folder = tmp_path / f"checkpoint-{number}"

@@ -200,3 +200,34 @@ def test_prompt_tuning_is_refused_where_it_lengthens_the_logits() -> None:
     model = get_peft_model(make("gpt2"), tuning)
     with pytest.raises(ValueError, match=r"`labels`.*\(4, 9\).*got \(4, 7\)"):
         PerSampleLoss(model)(model, make_batch(model, B))
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "modernbert"])
+def test_padding_beyond_an_attention_window_is_refused_in_float64(name: str) -> None:
+    """Eager attention makes NaN of padding that sees nothing, so a long neighbour would remove a short record."""
+    model = make(name)
+    model.config._attn_implementation = "eager"
+    model.double()
+    batch = make_batch(model, batch_size=2)
+    wide = {key: x[:, :1].repeat(1, 20) if x.dim() > 1 else x for key, x in batch.items()}
+    wide["attention_mask"][1, 2:] = 0
+    if wide["labels"].dim() > 1:
+        wide["labels"][1, 2:] = IGNORE_INDEX
+    with pytest.raises(ValueError, match="`attention_mask` must leave less padding"):
+        PerSampleLoss(model)(model, wide)
+    narrow = {key: x[:, :4] if x.dim() > 1 else x for key, x in wide.items()} if name != "modernbert" else batch
+    assert PerSampleLoss(model)(model, narrow).isfinite().all()
+    losses = PerSampleLoss(model.float())(model, wide)
+    assert losses.isfinite().all()
+
+
+def test_a_classifier_that_passes_on_its_own_use_of_a_cache_is_not_told_twice() -> None:
+    """T5Gemma's passes `use_cache` to its model, beside the keywords that it was given."""
+    sizes = dict(
+        vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        intermediate_size=24, sliding_window=8,
+    )  # fmt: skip
+    part = hf.T5GemmaModuleConfig(**sizes)
+    model = hf.T5GemmaForSequenceClassification(hf.T5GemmaConfig(encoder=part, decoder=part, num_labels=2))
+    batch = {"input_ids": torch.randint(5, 40, (2, 5)), "labels": torch.tensor([0, 1])}
+    assert PerSampleLoss(model)(model, batch).shape == (2,)

@@ -26,10 +26,10 @@ def test_an_optimizer_of_another_copy_is_refused(tmp_path: Path) -> None:
     model, copy = zoo.small("bert"), zoo.small("bert")
     optimizer = torch.optim.SGD(copy.parameters(), lr=0.1)
     made = training.trainer(tmp_path, model, optimizers=(optimizer, None))
-    with pytest.raises(ValueError, match="`optimizers` must hold every trainable parameter.*`bert.embeddings"):
+    with pytest.raises(ValueError, match="`optimizers`.*`bert.embeddings"):
         made.train()
     both = torch.optim.SGD([*model.parameters(), *copy.parameters()], lr=0.1)
-    with pytest.raises(ValueError, match="`optimizers` must hold parameters of the model only"):
+    with pytest.raises(ValueError, match="`optimizers`.* others"):
         training.trainer(tmp_path / "both", model, optimizers=(both, None)).train()
     assert not training.files(tmp_path / "_dp") or training.steps(tmp_path) == 0, "nothing was spent"
 
@@ -50,7 +50,7 @@ def test_a_parameter_without_a_gradient_is_an_error(tmp_path: Path, value: float
         made._mechanism.step = wrong
 
     made._attach = broken
-    with pytest.raises(RuntimeError, match=f"`classifier.bias` must have a finite, non-zero gradient.*{named}"):
+    with pytest.raises(RuntimeError, match=f"`classifier.bias`.*got .*{named}"):
         made.train()
 
 
@@ -67,7 +67,7 @@ def test_what_is_trained_stays_so_in_a_run(tmp_path: Path, change: str) -> None:
 
     made = training.trainer(tmp_path, callbacks=[Change()])
     made.model.classifier.requires_grad_(change != "unfrozen")
-    with pytest.raises(RuntimeError, match=f"`classifier.weight` must stay as it was.*got {change} \\(2 such"):
+    with pytest.raises(RuntimeError, match=f"`classifier.weight`.*got {change} \\(2 "):
         made.train()
     assert training.steps(tmp_path) == 2
 
@@ -93,7 +93,7 @@ class Splitting(training.Padding):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_row_must_be_a_record(tmp_path: Path, collator: Any, workers: int) -> None:
     made = training.trainer(tmp_path, data_collator=collator, dataloader_num_workers=workers)
-    with pytest.raises(ValueError, match="`data_collator` must return one row for each record, got"):
+    with pytest.raises(ValueError, match="`data_collator`.*, got"):
         made.train()
 
 
@@ -156,7 +156,7 @@ def test_padding_of_what_is_not_tokens_must_be_marked_too(tmp_path: Path, marked
     if marked == "right":
         made.train()
         return
-    with pytest.raises(ValueError, match="must return a mask beside `inputs_embeds`.*per_device_train_batch_size=1"):
+    with pytest.raises(ValueError, match="`inputs_embeds`.*`per_device_train_batch_size=1`"):
         made.train()
 
 
@@ -177,9 +177,9 @@ class Images(training.Padding):
 @pytest.mark.parametrize(
     ("collator", "message"),
     [
-        (Unmasked(), "must return an `attention_mask` for records of different lengths, got none"),
-        (AllMarked(), "`attention_mask` must be 0 at padding, got a record of"),
-        (Images(), "one row for each record, got .* rows of `pixel_values`"),
+        (Unmasked(), "`attention_mask`.*got none"),
+        (AllMarked(), "`attention_mask`.*got a record of"),
+        (Images(), "got .* rows of `pixel_values`"),
     ],
     ids=["unmasked", "all marked", "images"],
 )
@@ -190,7 +190,7 @@ def test_padding_must_be_marked_and_nothing_flattened(tmp_path: Path, collator: 
 
 def test_a_run_that_failed_before_its_first_step_can_be_tried_again(tmp_path: Path) -> None:
     made = training.trainer(tmp_path, data_collator=Unmasked())
-    with pytest.raises(ValueError, match="attention_mask"):
+    with pytest.raises(ValueError, match="`attention_mask`"):
         made.train()
     made.data_collator = training.Padding()
     made.train()
@@ -207,7 +207,7 @@ def test_gradient_hooks_are_refused(tmp_path: Path) -> None:
     for register in ("register_hook", "register_post_accumulate_grad_hook"):
         made = training.trainer(tmp_path / register)
         getattr(made.model.classifier.weight, register)(lambda _: None)
-        with pytest.raises(RuntimeError, match="`classifier.weight` must not have a gradient hook"):
+        with pytest.raises(RuntimeError, match="`classifier.weight`"):
             made.train()
 
 
@@ -219,7 +219,7 @@ def test_what_is_set_later_is_checked_too(tmp_path: Path) -> None:
             made.train()
     made = training.trainer(tmp_path)
     made.dp_config.clip_norm = -1.0
-    with pytest.raises(ValueError, match="`clip_norm` must be > 0, got -1"):
+    with pytest.raises(ValueError, match="`clip_norm`.*got -1"):
         made.train()
     made = training.trainer(tmp_path)
     made.data_collator.tokenizer = type("Left", (), {"padding_side": "left"})
@@ -242,7 +242,7 @@ def test_a_run_that_begins_anew_within_train_would_repeat_its_noise(tmp_path: Pa
     made = training.trainer(tmp_path, max_steps=2)
     loop = made._inner_training_loop
     made._inner_training_loop = lambda *args, **kwargs: (loop(*args, **kwargs), loop(*args, **kwargs))[1]
-    with pytest.raises(RuntimeError, match="its noise and its draws would repeat"):
+    with pytest.raises(RuntimeError, match=r"`train\(\)`"):
         made.train()
     assert training.steps(tmp_path) == 2
 
@@ -250,17 +250,17 @@ def test_a_run_that_begins_anew_within_train_would_repeat_its_noise(tmp_path: Pa
 def test_the_training_set_is_not_evaluated_on(tmp_path: Path) -> None:
     records, other = training.text(), training.text(seed=1)[:8]
     for evaluation in (records, {"dev": other, "train": records}):
-        with pytest.raises(ValueError, match="`eval_dataset` must not be the training set"):
+        with pytest.raises(ValueError, match="`eval_dataset`"):
             training.trainer(tmp_path, None, records, eval_dataset=evaluation)
     made = training.trainer(tmp_path, None, records, eval_dataset=other)
-    with pytest.raises(ValueError, match="`eval_dataset` must not be the training set"):
+    with pytest.raises(ValueError, match="`eval_dataset`"):
         made.evaluate(records)
     loaded = datasets.Dataset.from_list(records)
-    with pytest.raises(ValueError, match="`eval_dataset` must not be the training set"):
+    with pytest.raises(ValueError, match="`eval_dataset`"):
         training.trainer(tmp_path, None, loaded, eval_dataset=copy.copy(loaded))
     assert "eval_loss" in made.evaluate()
     made.eval_dataset = records
-    with pytest.raises(ValueError, match="`eval_dataset` must not be the training set"):
+    with pytest.raises(ValueError, match="`eval_dataset`"):
         made.evaluate()
     open_ = training.trainer(tmp_path, None, records, eval_dataset=records, dp={"log_nonprivate": True})
     assert "eval_loss" in open_.evaluate()
@@ -281,7 +281,7 @@ def test_a_subclass_with_its_own_loss_is_refused(tmp_path: Path) -> None:
     class Mine(DPTrainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    with pytest.raises(ValueError, match="`compute_loss` cannot be combined.*per_sample_loss"):
+    with pytest.raises(ValueError, match="`compute_loss`.*`per_sample_loss="):
         Mine(
             zoo.small("bert"),
             training.arguments(tmp_path),
@@ -291,7 +291,7 @@ def test_a_subclass_with_its_own_loss_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_config_and_a_search_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="`dp_config` must be a DPConfig, got None"):
+    with pytest.raises(ValueError, match="`dp_config`.*got None"):
         DPTrainer(zoo.small("bert"), training.arguments(tmp_path))
     with pytest.raises(NotImplementedError, match="`hyperparameter_search`"):
         training.trainer(tmp_path).hyperparameter_search()

@@ -104,7 +104,7 @@ def test_it_generates_and_keeps_the_best_model(tmp_path: Path) -> None:
 
 
 def test_plain_training_arguments_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="`args` must be Seq2SeqTrainingArguments.*got TrainingArguments"):
+    with pytest.raises(ValueError, match="`args`.*got TrainingArguments"):
         DPSeq2SeqTrainer(zoo.small("t5"), training.arguments(tmp_path), dp_config=DPConfig(noise_multiplier=1.0))
 
 
@@ -113,5 +113,5 @@ def test_a_loss_of_the_batch_is_refused(tmp_path: Path) -> None:
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             return super().compute_loss(*args, **kwargs)
 
-    with pytest.raises(ValueError, match="`compute_loss` cannot be combined"):
+    with pytest.raises(ValueError, match="`compute_loss`"):
         trainer(tmp_path, cls=Mine)

@@ -87,7 +87,7 @@ def test_the_recorded_batch_size_holds_on_resume(tmp_path: Path) -> None:
     again = training.trainer(tmp_path, per_device_train_batch_size=3, **save)
     again.train(resume_from_checkpoint=True)
     assert set(training.ledger(tmp_path).events) == {Event(0.2, (1.0,), 4)}
-    with pytest.raises(ValueError, match="`expected_batch_size` must stay 8.*got 5"):
+    with pytest.raises(ValueError, match="`expected_batch_size`.* 8 .*got 5"):
         training.trainer(tmp_path, dp={"expected_batch_size": 5}).train(resume_from_checkpoint=True)
 
 

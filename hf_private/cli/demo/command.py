@@ -125,5 +125,5 @@ def _show(summary: dict[str, Any], drawn: bool) -> None:
     if drawn:
         print(f"  {folder}/demo.png             epsilon and accuracy over the steps")
     print(f"  {folder}/carrier_config.json  the method, for CarrierConfig.from_pretrained")
-    print(f"  hf-private verify {folder}    compute epsilon again from the model's statement")
+    print(f"  hf-private verify {folder}    recompute epsilon from the model's statement")
     print(f"  AutoModelForSequenceClassification.from_pretrained({folder!r})    load it with transformers")

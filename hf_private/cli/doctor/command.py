@@ -1,8 +1,7 @@
 """Show which parameters of a model can be trained privately, and the cost of a step.
 
 Builds the model from its configuration, without its weights, and runs a step on tensors without data,
-so that even very large models can be examined. The exit code is 1 if training would refuse a
-parameter.
+so that even very large models can be examined. The exit code is 1 if training would refuse a parameter.
 
 examples:
   hf-private doctor path/to/model --batch 8 --length 128

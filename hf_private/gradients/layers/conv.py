@@ -8,6 +8,8 @@ from hf_private.gradients.persample import Dense, Outer, widen
 
 from .tap import AutogradOnlyError, Tap
 
+CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}  # those of torch that know autocast
+
 
 def patches(x: Tensor, kernel: tuple[int, ...], stride: list[int], padding: list[int], dilation: list[int]) -> Tensor:
     """Patches that each output position sees: (B, positions, channels, kernel positions)."""
@@ -28,7 +30,7 @@ class _Conv(torch.autograd.Function):
         ctx.tap, ctx.names, ctx.geometry = tap, names, (stride, padding, dilation)
         ctx.groups, ctx.dtype = groups, x.dtype
         ctx.save_for_backward(x, weight)
-        return torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+        return CONVOLUTIONS[len(stride)](x, weight, bias, stride, padding, dilation, groups)
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor) -> tuple:

@@ -66,8 +66,13 @@ def answers(statement: dict[str, Any], claimed: bool) -> tuple[Answer, ...]:
     )
 
 
+def number_of_units(statement: dict[str, Any]) -> int | None:
+    """How many units delta is compared with; None if that is not stated."""
+    return statement["dataset"].get("num_units") or statement["dataset"]["num_records"]
+
+
 def _parameters(statement: dict[str, Any]) -> str:
-    guarantee, tuning, n = statement["guarantee"], statement["tuning"], statement["dataset"]["num_records"]
+    guarantee, tuning, n = statement["guarantee"], statement["tuning"], number_of_units(statement)
     bounds = ", ".join(
         f"{name.upper()} {bound['upper'] if isinstance(bound['upper'], str) else format(bound['upper'], '.4f')}"
         for name, bound in sorted(guarantee["accountants"].items())
@@ -75,21 +80,31 @@ def _parameters(statement: dict[str, Any]) -> str:
     small = ""
     if n:
         small = f" Delta is {'below' if guarantee['delta'] < 1 / n else 'NOT below'} 1 / n = {1 / n:.2g}."
+    drawn = "unit" if statement["privacy_unit"].get("sampling") == "units" else "record"
     tried = "is not recorded, and none of them is charged"
     if tuning["runs"]:
         tried = f"is {tuning['runs']:g} ({tuning['law']}), all charged"
     return (
         f"Epsilon = {guarantee['epsilon']} (rounded up) and delta = {guarantee['delta']}. Upper bounds of one run, per"
-        f" record: {bounds}.{small} The number of runs that were tried {tried}."
+        f" {drawn}: {bounds}.{small} The number of runs that were tried {tried}."
     )
 
 
 def _unit(statement: dict[str, Any]) -> str:
-    k = statement["privacy_unit"]["records_per_unit"]
-    who = "One record. A person with several records is protected less."
-    if k > 1:
+    unit = statement["privacy_unit"]
+    k = unit["records_per_unit"]
+    counted = "records"
+    if unit.get("column"):
+        counted = unit["sampling"]
+        who = (
+            f"One value of the column `{unit['column']}`, of which there are {unit['num_units']:,}, with all its"
+            f" records; at most {k} of them count in a step. People with several values are protected less."
+        )
+    elif k > 1:
         who = f"One person with up to {k} records. A person with more records is protected less."
-    return f"{who} Neighbouring datasets differ by adding or removing one. The number of records counts as public."
+    else:
+        who = "One record. A person with several records is protected less."
+    return f"{who} Neighbouring datasets differ by adding or removing one. The number of {counted} counts as public."
 
 
 def _algorithm(statement: dict[str, Any]) -> str:

@@ -9,10 +9,11 @@ from typing import Any
 from hf_private.accounting.risk import Risk
 from hf_private.publishing.pictures import budget_svg, tradeoff_svg
 from hf_private.publishing.rounding import decimals, percent
+from hf_private.publishing.section import unit_name
 from hf_private.publishing.verify import HOLDS, SCOPE, UNKNOWN, WRONG, Verdict
 from hf_private.spending.statement import statement_risk, to_text
 
-from .answers import Answer, answers
+from .answers import Answer, answers, number_of_units
 from .history import Phase, history
 
 PRIORS = (0.01, 0.1)  # at which the accuracy of the best guess is given, besides even odds
@@ -160,8 +161,7 @@ def build_report(
 
 def unit(statement: Mapping[str, Any]) -> str:
     """Whom the guarantee protects."""
-    k = statement["privacy_unit"]["records_per_unit"]
-    return "record" if k == 1 else f"person with up to {k} records"
+    return unit_name(statement["privacy_unit"])
 
 
 def sha256(statement: dict[str, Any]) -> str:
@@ -182,7 +182,7 @@ def _figures(statement: dict[str, Any], found: Risk | None) -> tuple[tuple[str, 
 
 
 def _against_n(statement: dict[str, Any]) -> str:
-    n = statement["dataset"]["num_records"]
+    n = number_of_units(statement)
     return f"1 / n is {1 / n:.2g}" if n else "number of records not stated"
 
 

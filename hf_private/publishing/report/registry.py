@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from .answers import answers
+from .answers import answers, number_of_units
 from .content import Report, sha256, unit
 
 FILL_IN = "(fill in)"
@@ -24,16 +24,18 @@ def to_registry(report: Report) -> dict[str, Any]:
         raise ValueError(f"the registry lists differentially private deployments, and {report.name} is none")
     statement = report.statement
     text = {one.component: one.text for one in answers(statement, claimed=True)}
-    guarantee, k = statement["guarantee"], statement["privacy_unit"]["records_per_unit"]
-    number, data = statement["dataset"]["num_records"], statement["dataset"]["name"]
+    guarantee, data = statement["guarantee"], statement["dataset"]["name"]
+    k, column = statement["privacy_unit"]["records_per_unit"], statement["privacy_unit"].get("column")
+    number = number_of_units(statement)
+    level = "Record-level" if k == 1 else f"Person-level (up to {k} records)"
     tuning = statement["tuning"]["runs"]
-    loss = {
-        "privacy_unit": "Record-level" if k == 1 else f"Person-level (up to {k} records)",
+    loss: dict[str, Any] = {
+        "privacy_unit": f"Unit-level ({column})" if column else level,
         "privacy_unit_details": text["Unit of privacy"],
         "privacy_parameters": {"epsilon": guarantee["epsilon"], "delta": guarantee["delta"]},
         "privacy_parameters_details": f"{text['Privacy parameters']} {report.risk}",
     }
-    if number and k == 1:
+    if number and (k == 1 or column):
         loss["number_of_privacy_units"] = number
     return {
         "url_slug": "".join(c if c.isalnum() else "-" for c in report.name.lower()).strip("-") or "model",

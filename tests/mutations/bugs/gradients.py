@@ -300,6 +300,18 @@ MUTANTS = (
         "tests/gradients/test_selfcheck.py::test_tiny_gradients_are_compared_down_to_the_floor",
     ),
     Mutant(
+        "the self-check runs on one record, seven times",
+        "gradients/selfcheck.py",
+        (("        _check_distinct(batch)\n", ""),),
+        "tests/gradients/test_selfcheck.py::test_made_up_records_that_are_alike_are_refused",
+    ),
+    Mutant(
+        "padding is checked at some lengths only",
+        "gradients/selfcheck.py",
+        (("        for n in range(size):\n", "        for n in closely:\n"),),
+        "tests/gradients/test_selfcheck.py::test_a_coupling_that_shows_at_some_lengths_only_is_seen",
+    ),
+    Mutant(
         "any difference counts as rounding",
         "gradients/comparison.py",
         (("if not bool((difference <= excused).all()):", "if False:"),),

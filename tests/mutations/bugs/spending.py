@@ -6,7 +6,7 @@ MUTANTS = (
     Mutant(
         "a model that was moved away from its record begins anew",
         "spending/lineage.py",
-        (("if hasattr(config, MARK) and not (settled", "if False and not (settled"),),
+        (("if hasattr(config, MARK) and not any(", "if False and not any("),),
         "tests/spending/test_lineage.py::test_a_trained_model_that_was_moved_or_saved_by_hand_is_refused",
     ),
     Mutant(
@@ -193,6 +193,13 @@ MUTANTS = (
         "spending/fingerprints.py",
         (("        return None if same else next(", "        return None if True else next("),),
         "tests/spending/test_bound_to_weights.py::test_training_without_privacy_inside_a_callback[on_step_end]",
+    ),
+    Mutant(
+        "single elements may be written to between steps",
+        "spending/fingerprints.py",
+        (("(bits.sum(dtype=bits.dtype))", "(bits.flatten()[0])"),),
+        "tests/spending/test_bound_to_weights.py"
+        "::test_a_single_element_that_a_callback_writes_to_is_noticed_in_the_run",
     ),
     Mutant(
         "frozen weights may change in a run",

@@ -18,7 +18,7 @@ MUTANTS = (
     Mutant(
         "a parameter that is unfrozen in a run is left out, silently",
         "trainer/guards.py",
-        (("if odd := [name for", "if False and [name for"),),
+        (("    if odd:\n", "    if False:\n"),),
         "tests/trainer/test_guards.py::test_what_is_trained_stays_so_in_a_run[unfrozen]",
     ),
     Mutant(
@@ -102,9 +102,9 @@ MUTANTS = (
         "trainer/private.py",
         (
             (
-                "if steps := max(max_steps - self.state.global_step, 0):",
-                "if steps := max(max_steps - self.state.global_step, 0) // (self._given_batch_size"
-                " // self.args.per_device_train_batch_size):",
+                "steps = max(max_steps - self.state.global_step, 0)\n",
+                "steps = max(max_steps - self.state.global_step, 0) // (self._given_batch_size"
+                " // self.args.per_device_train_batch_size)\n",
             ),
         ),
         "tests/test_field_bugs.py::test_accumulation_changes_neither_steps_nor_sample_rate",
@@ -162,8 +162,20 @@ MUTANTS = (
     Mutant(
         "training records in another container are evaluated",
         "trainer/guards.py",
-        (("        if known.share_of(dataset) > MOST_SHARED:\n", "        if False:\n"),),
+        (("        if found.share > found.allowed:\n", "        if False:\n"),),
         "tests/trainer/test_attacks.py::test_training_records_are_not_evaluated_in_any_container",
+    ),
+    Mutant(
+        "a tenth of an evaluation set may be training records",
+        "trainer/fingerprints.py",
+        (("MARGIN = 0.01 ", "MARGIN = 0.1 "),),
+        "tests/trainer/test_attacks.py::test_training_records_are_not_evaluated_in_any_container[a tenth of it]",
+    ),
+    Mutant(
+        "a training set that repeats its records may be evaluated",
+        "trainer/fingerprints.py",
+        (("MOST_NATURAL = 1 / 3 ", "MOST_NATURAL = 1.0 "),),
+        "tests/trainer/test_attacks.py::test_records_may_recur_in_an_evaluation_set_as_often_as_in_the_training_set",
     ),
     Mutant(
         "padding makes a training record unknown",
@@ -186,7 +198,7 @@ MUTANTS = (
     Mutant(
         "a step without the mechanism",
         "trainer/guards.py",
-        (("        if released != 1 and any(", "        if False and any("),),
+        (("        if released != 1 and now:", "        if False:"),),
         "tests/trainer/test_attacks.py::test_a_step_that_leaves_the_mechanism_out_is_stopped",
     ),
     Mutant(
@@ -253,5 +265,35 @@ MUTANTS = (
         "trainer/setup.py",
         (("clipping.gamma, clipping.group_of)", 'clipping.gamma, lambda name: "")'),),
         "tests/trainer/test_selfcheck_settings.py::test_the_groups_follow_clipping",
+    ),
+    Mutant(
+        "the self-check runs on the training set",
+        "trainer/data_guards.py",
+        (("    if examples is trainer.train_dataset:\n", "    if False:\n"),),
+        "tests/trainer/test_public_examples.py::test_examples_that_are_private_or_too_few_are_refused[private]",
+    ),
+    Mutant(
+        "inputs that a subclass mixes are not tested",
+        "trainer/data_guards.py",
+        (("    if type(trainer)._prepare_inputs is Trainer._prepare_inputs:", "    if True:"),),
+        "tests/trainer/test_late_changes.py::test_inputs_that_a_subclass_mixes_are_refused",
+    ),
+    Mutant(
+        "something is added to gradients after the noise",
+        "trainer/guards.py",
+        (("            if grad is not before or grad._version != version:", "            if False:"),),
+        "tests/trainer/test_late_changes.py::test_gradients_are_left_as_the_mechanism_wrote_them",
+    ),
+    Mutant(
+        "a hook that lets records meet comes after the self-check",
+        "trainer/private.py",
+        (("        self._forward_guard.check()\n", ""),),
+        "tests/trainer/test_late_changes.py::test_a_hook_that_comes_after_the_self_check_is_refused",
+    ),
+    Mutant(
+        "a forward method that lets records meet comes after the self-check",
+        "trainer/guards.py",
+        (("*module._forward_hooks.values(), own)", "*module._forward_hooks.values())"),),
+        "tests/trainer/test_late_changes.py::test_a_forward_method_that_comes_after_the_self_check_is_refused",
     ),
 )

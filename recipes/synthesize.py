@@ -1,0 +1,232 @@
+"""Fine-tune a language model on private text with differential privacy, and sample text that may be shared.
+
+    python recipes/synthesize.py --private_file notes.jsonl --text_column note --code_columns ward sex \
+        --codes codes.json --model_name_or_path gpt2 --target_epsilon 8 --output_dir outputs/synthetic --samples 20000
+
+Each record of the file has a text and control codes (a label, attributes). The model learns to write a text for its
+codes, `ward : surgery | sex : f ||` and then the text, and is sampled with as many codes as wanted. Sampling is
+post-processing of the private model, so it costs nothing, however many texts are drawn.
+
+`codes.json` is a public list of what to sample, with public weights:
+
+    [{"ward": "surgery", "sex": "f", "weight": 2}, {"ward": "surgery", "sex": "m", "weight": 1}]
+
+It is never read from the private file: how often a code occurs there is private. Texts that are empty, too short or
+unfinished are left out, and so are repetitions of other *synthetic* texts. They are not compared with private ones:
+what is left out would then depend on the records.
+
+The output folder gets the model with its card, and `synthetic/`, a `datasets` folder whose card and privacy.json are
+the model's guarantee. `--compare` prints how the texts compare with the private ones, such as the longest passage
+that both have. These numbers are NOT PRIVATE: they go to the screen of whoever holds the data, and into no file.
+"""
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
+
+import data
+import torch
+from datasets import Dataset, load_from_disk
+from e2e import IGNORE, PadRight, perplexity, token_losses
+from options import RecipeOptions, parse
+from training import RecipeTrainer, finish, train, with_method
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, set_seed
+
+from hf_private.spending.statement import STATEMENT, read_statement
+
+FOLDER = "synthetic"
+CARD = """---
+tags: [synthetic{private_tag}]
+---
+# Synthetic text
+
+{count:,} texts, sampled from a language model that was fine-tuned on private text. No text was written by a person.
+
+**Privacy.** {claim} The statement is [{statement}]({statement}), that of the model; its
+card says what is not covered. Sampling uses the model alone, so it changes nothing about the guarantee.
+
+**How it was made.** The codes were sampled with public weights, the texts with temperature {temperature} and
+top-p {top_p}. {kept:,} of {drawn:,} samples were kept: not those that were unfinished, shorter than {shortest}
+words, or repetitions of other samples.
+"""
+
+
+@dataclass
+class SynthesisOptions(RecipeOptions):
+    """Options of this recipe."""
+
+    private_file: str = field(default="", metadata={"help": "JSON lines or CSV with the private records."})
+    text_column: str = field(default="text", metadata={"help": "Column of the text."})
+    code_columns: list[str] = field(default_factory=lambda: ["label"], metadata={"help": "Columns of control codes."})
+    codes: str = field(default="", metadata={"help": "Public JSON file of what to sample; `weight` is optional."})
+    model_name_or_path: str = field(default="gpt2", metadata={"help": "Hub name or folder of a causal LM."})
+    max_length: int = field(default=128, metadata={"help": "Most tokens of codes and text."})
+    samples: int = field(default=1000, metadata={"help": "Number of samples to draw, before filtering."})
+    shortest: int = field(default=3, metadata={"help": "Fewest words of a text that is kept."})
+    temperature: float = field(default=1.0, metadata={"help": "Below 1: likelier, less varied texts."})
+    top_p: float = field(default=0.95, metadata={"help": "Sample among the likeliest tokens up to this probability."})
+    sample_batch: int = field(default=64, metadata={"help": "Texts that are sampled together."})
+    compare: bool = field(default=False, metadata={"help": "Print NOT PRIVATE comparisons with the private texts."})
+
+
+def prompt(codes: dict[str, Any]) -> str:
+    """Codes as the model reads them.
+
+    >>> prompt({"ward": "surgery", "sex": "f"})
+    'ward : surgery | sex : f ||'
+    """
+    return " | ".join(f"{name} : {value}" for name, value in codes.items()) + " ||"
+
+
+def tokenized(records: Dataset, tokenizer: PreTrainedTokenizerBase, options: SynthesisOptions) -> Dataset:
+    """Codes and text as token ids; labels are the text and the end token. Other columns, such as the unit's, stay."""
+
+    def encode(record: dict[str, Any]) -> dict[str, list[int]]:
+        before = tokenizer(prompt({name: record[name] for name in options.code_columns}), add_special_tokens=False)
+        after = tokenizer(f" {record[options.text_column]}", add_special_tokens=False)["input_ids"]
+        ids, after = before["input_ids"], [*after, tokenizer.eos_token_id]
+        labels = [IGNORE] * len(ids) + after
+        return {"input_ids": (ids + after)[: options.max_length], "labels": labels[: options.max_length]}
+
+    return records.map(encode, remove_columns=[options.text_column, *options.code_columns], desc="tokenize")
+
+
+def chosen_codes(options: SynthesisOptions, seed: int) -> list[dict[str, Any]]:
+    """The codes of all samples, drawn with the public weights."""
+    if not options.codes:
+        raise ValueError(
+            "`--codes` must name a public JSON file of codes to sample: their frequencies in the private file are"
+            " private. A list of all codes, without weights, will do."
+        )
+    listed = json.loads(Path(options.codes).read_text())
+    weights = [one.pop("weight", 1) for one in listed]
+    for one in listed:
+        if sorted(one) != sorted(options.code_columns):
+            raise ValueError(f"`--codes` must give {options.code_columns} for each entry, got {sorted(one)}.")
+    ordered = [{name: one[name] for name in options.code_columns} for one in listed]
+    return random.Random(seed).choices(ordered, weights, k=options.samples)
+
+
+@torch.no_grad()
+def sampled(
+    model: Any, tokenizer: PreTrainedTokenizerBase, codes: list[dict], options: SynthesisOptions
+) -> Iterator[str]:
+    """A text for each entry of codes; an unfinished one is empty. It reads the model and public codes only."""
+    model.eval()
+    for start in range(0, len(codes), options.sample_batch):
+        prompts = [prompt(one) for one in codes[start : start + options.sample_batch]]
+        batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+        width = batch["input_ids"].shape[1]
+        outputs = model.generate(
+            input_ids=batch["input_ids"].to(model.device),
+            attention_mask=batch["attention_mask"].to(model.device),
+            do_sample=True,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            max_length=options.max_length,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+        for ids in outputs[:, width:].tolist():
+            finished = tokenizer.eos_token_id in ids
+            yield tokenizer.decode(ids, skip_special_tokens=True).strip() if finished else ""
+
+
+def kept(texts: list[str], shortest: int) -> list[int]:
+    """Which texts are long enough, and not the repetition of an earlier one.
+
+    >>> kept(["a good day", "", "A  good day", "bad"], shortest=2)
+    [0]
+    """
+    seen, rows = set(), []
+    for row, text in enumerate(texts):
+        words = text.lower().split()
+        if len(words) >= shortest and tuple(words) not in seen:
+            seen.add(tuple(words))
+            rows.append(row)
+    return rows
+
+
+def write(folder: Path, texts: Dataset, drawn: int, model_folder: Path, options: SynthesisOptions) -> None:
+    """The texts as a `datasets` folder, with the statement of the model and a card that says what it claims."""
+    statement = read_statement(model_folder)
+    assert statement is not None, "the model was saved with its statement"
+    guarantee, unit = statement["guarantee"], statement["privacy_unit"]
+    claim = "This is NOT PRIVATE: " + "; ".join(statement["not_private_because"]) + "."
+    if statement["private"]:
+        per = f"`{unit['column']}`" if unit.get("column") else unit["unit"]
+        claim = f"Differential privacy with epsilon = {guarantee['epsilon']}, delta = {guarantee['delta']} per {per}."
+    texts.save_to_disk(str(folder))
+    shutil.copy(model_folder / STATEMENT, folder / STATEMENT)
+    words = CARD.format(
+        private_tag=", differential-privacy" if statement["private"] else "",
+        count=len(texts), claim=claim, statement=STATEMENT, temperature=options.temperature, top_p=options.top_p,
+        kept=len(texts), drawn=drawn, shortest=options.shortest,
+    )  # fmt: skip
+    (folder / "README.md").write_text(words)
+
+
+def compare(texts: list[str], private: list[str], most: int = 200) -> dict[str, float]:
+    """NOT PRIVATE: lengths and vocabulary of both, and the longest passage, in words, that both have."""
+    ours, theirs = ([text.lower().split() for text in some] for some in (texts, private))
+    known = {word for words in theirs for word in words}
+    vocabulary = {word for words in ours for word in words}
+    longest = 0
+    for words in ours[:most]:
+        for other in theirs:
+            if len(other) > longest and known.intersection(words):
+                match = SequenceMatcher(None, words, other, autojunk=False).find_longest_match()
+                longest = max(longest, match.size)
+    return {
+        "nonprivate_words_per_text": sum(map(len, theirs)) / max(1, len(theirs)),
+        "words_per_text": sum(map(len, ours)) / max(1, len(ours)),
+        "nonprivate_share_of_vocabulary": len(vocabulary & known) / max(1, len(known)),
+        "nonprivate_longest_shared_passage": longest,
+    }
+
+
+def main(argv: list[str] | None = None) -> dict:
+    options, dp_config, args = parse(SynthesisOptions, __doc__, argv)
+    codes = chosen_codes(options, args.seed)  # before anything is charged
+    path = data.model_path(options.model_name_or_path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    tokenizer.padding_side = "right"  # for training; sampling pads on the left
+    set_seed(args.seed)
+    model = with_method(AutoModelForCausalLM.from_pretrained(path), options, task_type="CAUSAL_LM")
+    records = Dataset.from_list(data.read(Path(options.private_file))[: options.max_train_records])
+    trainer = RecipeTrainer(
+        model,
+        args,
+        dp_config=dp_config,
+        train_dataset=tokenized(records, tokenizer, options),
+        data_collator=PadRight(tokenizer.pad_token_id),
+        processing_class=tokenizer,
+        compute_metrics=perplexity,
+        preprocess_logits_for_metrics=token_losses,
+    )
+    took = train(trainer, options)
+    results = finish(trainer, options, {}, took)
+    if not trainer.is_world_process_zero():
+        return results
+    set_seed(args.seed)
+    texts = list(sampled(trainer.accelerator.unwrap_model(trainer.model), tokenizer, codes, options))
+    rows = kept(texts, options.shortest)
+    columns = {name: [codes[row][name] for row in rows] for name in options.code_columns}
+    dataset = Dataset.from_dict({**columns, options.text_column: [texts[row] for row in rows]})
+    folder = Path(args.output_dir, FOLDER)
+    write(folder, dataset, len(texts), Path(args.output_dir), options)
+    print(f"{len(rows)} of {len(texts)} texts kept: {folder}")
+    if options.compare:
+        found = compare(load_from_disk(str(folder))[options.text_column], records[options.text_column])
+        print("NOT PRIVATE, do not publish:", json.dumps(found))
+    return results
+
+
+if __name__ == "__main__":
+    main()

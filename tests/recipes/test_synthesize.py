@@ -1,0 +1,99 @@
+"""Synthetic text: the samples, what is left out, the card, and what never depends on the private file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import synthesize
+from datasets import load_from_disk
+
+from tests.support import chats, zoo
+
+CODES = [{"ward": "w1", "weight": 3}, {"ward": "w2"}]
+SETTINGS = [
+    "--text_column", "note", "--code_columns", "ward", "--max_length", "24", "--samples", "40", "--shortest", "1",
+    "--noise_multiplier", "1.0", "--accountant", "rdp", "--max_steps", "2", "--expected_batch_size", "8",
+    "--per_device_train_batch_size", "8", "--report_to", "none", "--save_strategy", "no", "--disable_tqdm", "true",
+    "--use_cpu", "true",
+]  # fmt: skip
+
+
+def line(folder: Path, *more: str) -> list[str]:
+    private = [{"ward": f"w{1 + i % 2}", "note": f"w{i} w{i + 1} w{i + 2} w53"} for i in range(40)]
+    (folder / "private.jsonl").write_text("\n".join(map(json.dumps, private)))
+    (folder / "codes.json").write_text(json.dumps(CODES))
+    zoo.small("gpt2", max_position_embeddings=32).save_pretrained(folder / "model")
+    chats.tokenizer().save_pretrained(folder / "model")
+    files = ["--private_file", f"{folder}/private.jsonl", "--codes", f"{folder}/codes.json"]
+    models = ["--model_name_or_path", f"{folder}/model", "--output_dir", f"{folder}/out"]
+    return [*SETTINGS, *files, *models, *more]
+
+
+def test_it_samples_and_the_card_carries_the_statement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = [" ".join(f"w{i % 7 + k}" for k in range(3)) for i in range(40)]  # a tiny model never finishes a text
+    monkeypatch.setattr(synthesize, "sampled", lambda model, tokenizer, codes, options: iter(written))
+    synthesize.main(line(tmp_path))
+    folder = tmp_path / "out" / "synthetic"
+    texts = load_from_disk(str(folder))
+    assert sorted(texts.column_names) == ["note", "ward"] and len(texts) == 7, "repetitions are left out"
+    assert set(texts["ward"]) <= {"w1", "w2"}
+    statement = json.loads((tmp_path / "out" / "privacy.json").read_text())
+    assert json.loads((folder / "privacy.json").read_text()) == statement and statement["private"]
+    card = (folder / "README.md").read_text()
+    assert f"epsilon = {statement['guarantee']['epsilon']}" in card and "per record" in card
+    assert "7 of 40 samples were kept" in " ".join(card.split())
+    assert "NOT PRIVATE" not in capsys.readouterr().out, "comparisons are made on request only"
+
+
+def test_comparisons_reach_the_screen_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(synthesize, "sampled", lambda *_: iter(["w3 w4 w5 w53"] * 40))
+    synthesize.main(line(tmp_path, "--compare"))
+    out = capsys.readouterr().out
+    assert '"nonprivate_longest_shared_passage": 4' in out and "NOT PRIVATE" in out
+    for path in (tmp_path / "out").rglob("*"):
+        if path.suffix in (".md", ".json"):
+            assert "shared_passage" not in path.read_text(), path
+
+
+def test_the_sampler_gives_finished_texts_for_its_codes(tmp_path: Path) -> None:
+    tokenizer, seen = chats.tokenizer(), []
+
+    class Model:
+        device = "cpu"
+
+        def eval(self) -> None:
+            pass
+
+        def generate(self, input_ids: Any, **settings: Any) -> Any:
+            seen.extend(tokenizer.batch_decode(input_ids, skip_special_tokens=True))
+            answers = tokenizer(["w1 w2 <eos>", "w3 w4 w5"], padding=True, return_tensors="pt")["input_ids"]
+            return synthesize.torch.cat([input_ids, answers], 1)
+
+    options = synthesize.SynthesisOptions(sample_batch=2)
+    texts = list(synthesize.sampled(Model(), tokenizer, [{"ward": "w1"}, {"ward": "w2"}], options))
+    assert texts == ["w1 w2", ""] and len(seen) == 2
+
+
+def test_codes_are_public_and_complete(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="`--codes` must name a public JSON file"):
+        synthesize.main([word for word in line(tmp_path) if "codes.json" not in word and word != "--codes"])
+    (tmp_path / "other.json").write_text('[{"bed": "w1"}]')
+    with pytest.raises(ValueError, match="`--codes` must give .'ward'."):
+        synthesize.main(line(tmp_path, "--codes", f"{tmp_path}/other.json"))
+    assert not (tmp_path / "out" / "_dp").exists(), "nothing was charged"
+
+
+def test_codes_are_drawn_with_their_weights(tmp_path: Path) -> None:
+    (tmp_path / "codes.json").write_text(json.dumps(CODES))
+    options = synthesize.SynthesisOptions(code_columns=["ward"], codes=f"{tmp_path}/codes.json", samples=4000)
+    drawn = synthesize.chosen_codes(options, seed=0)
+    assert abs(sum(one["ward"] == "w1" for one in drawn) / 4000 - 0.75) < 0.03
+
+
+def test_only_synthetic_repetitions_are_left_out() -> None:
+    assert synthesize.kept(["One two.", "three", "one  TWO.", "", "four five"], shortest=2) == [0, 4]

@@ -1,0 +1,124 @@
+"""What comes between the checks and a step: inputs, gradients and forward passes that somebody changes later."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from hf_private.config import DPConfig
+from hf_private.gradients.layers import UncoveredError
+from hf_private.gradients.selfcheck import SelfCheckError
+from hf_private.tasks.micro_batches import CollatorError
+from hf_private.trainer.trainer import DPTrainer
+from tests.support import training, zoo
+
+
+def made(kind: type[DPTrainer], folder: Path, model: Any = None, **settings: Any) -> DPTrainer:
+    """A trainer of a class of its own, on the usual records."""
+    return kind(
+        model or zoo.small("bert"),
+        training.arguments(folder, max_steps=2),
+        dp_config=DPConfig(noise_multiplier=1.0, accountant="rdp"),
+        train_dataset=training.text(),
+        data_collator=training.Padding(),
+        **settings,
+    )
+
+
+class MixesInputs(DPTrainer):
+    """Trainers for images mix their batches here, on the device."""
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        prepared = super()._prepare_inputs(inputs)
+        ids = prepared["input_ids"]
+        return {**prepared, "input_ids": torch.where(ids > 30, ids.roll(1, 0), ids)}
+
+
+class MovesInputs(DPTrainer):
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return {name: x + 0 for name, x in super()._prepare_inputs(inputs).items()}
+
+
+class AddsAfterTheNoise(DPTrainer):
+    """A regulariser, or whatever else: it sees no noise."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        for p in self.model.parameters():
+            p.grad.add_(0.1 * p.detach())
+        return loss
+
+
+class ReplacesGradients(DPTrainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self.model.classifier.bias.grad = torch.ones(2)
+        return loss
+
+
+def test_inputs_that_a_subclass_mixes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CollatorError, match="`input_ids` of a record changes"):
+        made(MixesInputs, tmp_path / "mixes").train()
+    made(MovesInputs, tmp_path / "moves").train()
+
+
+@pytest.mark.parametrize("kind", [AddsAfterTheNoise, ReplacesGradients])
+def test_gradients_are_left_as_the_mechanism_wrote_them(tmp_path: Path, kind: type[DPTrainer]) -> None:
+    with pytest.raises(RuntimeError, match="`training_step` must leave the gradients"):
+        made(kind, tmp_path).train()
+
+
+class Shrinks(TrainerCallback):
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        for p in model.parameters():
+            p.grad.mul_(0.5)
+
+
+def test_a_callback_may_process_private_gradients(tmp_path: Path) -> None:
+    made(DPTrainer, tmp_path, callbacks=[Shrinks()]).train()
+
+
+class Hooks(TrainerCallback):
+    """Registers a forward hook that lets records meet, where no gradient shows it."""
+
+    def __init__(self, event: str) -> None:
+        self.handle: Any = None
+        setattr(self, event, self.register)
+
+    def register(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if self.handle is None:
+            self.handle = model.bert.register_forward_hook(self.mix)
+
+    def mix(self, module: Any, inputs: Any, output: Any) -> Any:
+        output.pooler_output = output.pooler_output - output.pooler_output.detach().mean(0)
+        return output
+
+
+@pytest.mark.parametrize("event", ["on_train_begin", "on_step_begin", "on_step_end"])
+def test_a_hook_that_comes_after_the_self_check_is_refused(tmp_path: Path, event: str) -> None:
+    with pytest.raises(RuntimeError, match="`bert` must run as it did"):
+        made(DPTrainer, tmp_path, callbacks=[Hooks(event)]).train()
+
+
+def test_a_forward_method_that_comes_after_the_self_check_is_refused(tmp_path: Path) -> None:
+    class Replaces(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            plain = model.classifier.forward
+            model.classifier.forward = lambda x: plain(x - x.detach().mean(0))
+
+    with pytest.raises(RuntimeError, match="`classifier` must run as it did"):
+        made(DPTrainer, tmp_path, callbacks=[Replaces()]).train()
+
+
+def test_a_hook_that_was_there_is_checked_with_the_model(tmp_path: Path) -> None:
+    seen: list[int] = []
+    model = zoo.small("bert")
+    model.bert.register_forward_hook(lambda *_: seen.append(1))
+    made(DPTrainer, tmp_path / "looks", model).train()
+    assert seen
+    model = zoo.small("bert")
+    model.bert.register_forward_hook(Hooks("on_nothing").mix)
+    with pytest.raises((SelfCheckError, UncoveredError)):
+        made(DPTrainer, tmp_path / "mixes", model).train()
