@@ -143,7 +143,7 @@ def test_an_input_that_all_records_share_is_exact():
 
 
 def test_batch_norm_in_eval_mode_is_exact():
-    """torch's vmap of it has a wrong gradient, which shows when gradients are compared, and a loop takes its place."""
+    """Its statistics are fixed, so that records stay apart."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 1, 1)).double().eval()
     with torch.no_grad():

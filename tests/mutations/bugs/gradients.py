@@ -367,17 +367,6 @@ MUTANTS = (
         "tests/gradients/test_shared.py::test_one_model_is_never_wrong_at_one_size_after_another[scale, time first]",
     ),
     Mutant(
-        "gradients of a call with copies are not compared with those without",
-        "gradients/layers/shared.py",
-        (
-            (
-                "return placed if same and _same_gradients(pairs, several, single) else None",
-                "return placed if same else None",
-            ),
-        ),
-        "tests/gradients/test_shared.py::test_batch_norm_in_eval_mode_is_exact",
-    ),
-    Mutant(
         "a function of its own takes a value computed of parameters, and its gradient is lost",
         "gradients/layers/shared.py",
         (('        raise _refusal(self.names, self.tap, "a function of its own takes it")', "        return None"),),
