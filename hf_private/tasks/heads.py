@@ -9,11 +9,12 @@ from torch import nn
 from transformers.models.auto import modeling_auto as auto
 
 IGNORE_INDEX = -100
+WHISPER = "WhisperForConditionalGeneration"  # other speech models have further losses, or inputs of their own
 REMEDY = "Pass `per_sample_loss=fn` with fn(outputs, labels) -> tensor of shape (batch_size,), one loss per record."
 
 
 class Head(StrEnum):
-    """What a model predicts; it determines the loss. Sequences and images share `CLASSIFICATION`."""
+    """What a model predicts; it determines the loss. Sequences, images and audio share `CLASSIFICATION`."""
 
     SEQ2SEQ_LM = "seq2seq language modeling"
     MASKED_LM = "masked language modeling"
@@ -22,6 +23,7 @@ class Head(StrEnum):
     TOKEN_CLASSIFICATION = "token classification"
     QUESTION_ANSWERING = "question answering"
     MULTIPLE_CHOICE = "multiple choice"
+    CTC = "connectionist temporal classification"
 
 
 def _class_names(*mappings: Mapping[str, str | tuple[str, ...]]) -> frozenset[str]:
@@ -31,15 +33,18 @@ def _class_names(*mappings: Mapping[str, str | tuple[str, ...]]) -> frozenset[st
 
 # The first match wins: BART is listed both as seq2seq and as masked LM, and its loss is the seq2seq one.
 HEAD_CLASSES: dict[Head, frozenset[str]] = {
-    Head.SEQ2SEQ_LM: _class_names(auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+    Head.SEQ2SEQ_LM: _class_names(auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES) | {WHISPER},
     Head.MASKED_LM: _class_names(auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
     Head.CAUSAL_LM: _class_names(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
     Head.CLASSIFICATION: _class_names(
-        auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+        auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+        auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
     ),
     Head.TOKEN_CLASSIFICATION: _class_names(auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
     Head.QUESTION_ANSWERING: _class_names(auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES),
     Head.MULTIPLE_CHOICE: _class_names(auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES),
+    Head.CTC: _class_names(auto.MODEL_FOR_CTC_MAPPING_NAMES),
 }
 
 # Transformers lists these as language models, but their objective differs: labels that the model does not shift

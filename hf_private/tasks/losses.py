@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .heads import IGNORE_INDEX, REMEDY, Head, base_model, head_of
+from .heads import IGNORE_INDEX, REMEDY, WHISPER, Head, base_model, head_of
 from .independence import empty_rows, refuse_adapters, refuse_batch, refuse_model, with_one_token
 from .limits import Limit, limits_of, problems
 
@@ -137,6 +137,33 @@ def classification_loss(logits: Tensor, labels: Tensor, kind: str, label_smoothi
     return F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(-1)
 
 
+def ctc_loss(logits: Tensor, labels: Tensor, lengths: Tensor, config: Any) -> Tensor:
+    """CTC loss of each record, divided by its number of labels if the config says "mean": (B, T, V) -> (B,).
+
+    `lengths` (B,) are the records' frames; labels (B, L) are -100 beyond their end.
+    """
+    counted = labels >= 0
+    targets = counted.sum(-1)
+    losses = F.ctc_loss(
+        _float(logits).log_softmax(-1).transpose(0, 1),
+        labels.where(counted, 0),
+        lengths,
+        targets,
+        blank=config.pad_token_id,
+        reduction="none",
+        zero_infinity=config.ctc_zero_infinity,
+    )
+    return losses / targets.clamp(min=1) if config.ctc_loss_reduction == "mean" else losses
+
+
+def _frames(base: Any, logits: Tensor, inputs: dict[str, Any]) -> Tensor:
+    """Frames (B,) of each record, from its mask of samples."""
+    mask = inputs.get("attention_mask")
+    if mask is None:
+        return torch.full((len(logits),), logits.shape[1], device=logits.device)
+    return base._get_feat_extract_output_lengths(mask.sum(-1)).long().clamp(max=logits.shape[1])
+
+
 def _batch_limits(base: Any, head: Head | None) -> dict[str, Limit]:
     """Limits of a padded batch: an empty mask is allowed in it, a row has the length of the longest record."""
     return {name: limit._replace(aligned=False) for name, limit in limits_of(base, head).items()}
@@ -186,8 +213,8 @@ class PerSampleLoss:
         self.label_names = tuple(dict.fromkeys((*LABEL_NAMES, *(label_names or ()))))
         self.label_smoothing = label_smoothing
         self.head = head_of(model) if custom is None else None
-        if self.head is Head.QUESTION_ANSWERING and label_smoothing > 0:
-            raise ValueError(f"`label_smoothing` must be 0 for question answering, got {label_smoothing}.")
+        if self.head in (Head.QUESTION_ANSWERING, Head.CTC) and label_smoothing > 0:
+            raise ValueError(f"`label_smoothing` must be 0 for {self.head}, got {label_smoothing}.")
         base = base_model(model)
         refuse_model(base, own_loss=custom is None)
         refuse_adapters(model)
@@ -273,6 +300,8 @@ class PerSampleLoss:
         if self.head in (Head.CLASSIFICATION, Head.MULTIPLE_CHOICE):
             kind = problem_type(base.config, target) if self.head is Head.CLASSIFICATION else SINGLE_LABEL
             return classification_loss(outputs.logits, target, kind, self.label_smoothing)
+        if self.head is Head.CTC:
+            return ctc_loss(outputs.logits, target, _frames(base, outputs.logits, inputs), base.config)
         return token_loss(outputs.logits, target, self.label_smoothing)
 
 
@@ -286,9 +315,13 @@ def takes(base: nn.Module, name: str) -> bool:
     return passes_on and inner is not base and name in inspect.signature(inner.forward).parameters
 
 
-def _decoder_inputs(base: nn.Module, labels: Tensor, required: bool) -> dict[str, Tensor]:
+def _decoder_inputs(base: Any, labels: Tensor, required: bool) -> dict[str, Tensor]:
     """The decoder inputs that the model makes from labels when it gets them."""
     prepare = getattr(base, "prepare_decoder_input_ids_from_labels", None)
+    if prepare is None and any(parent.__name__ == WHISPER for parent in type(base).__mro__):
+        begin = labels.new_full((len(labels), 1), base.config.decoder_start_token_id)
+        moved = torch.cat([begin, labels[:, :-1]], 1)
+        return {"decoder_input_ids": moved.masked_fill(moved == IGNORE_INDEX, base.config.pad_token_id)}
     if prepare is None and required:
         raise ValueError(
             f"`batch` must hold `decoder_input_ids` for {type(base).__name__}, which has no "

@@ -1,5 +1,6 @@
 """Random batches for a model's head. The self-check and `hf-private doctor` run on them instead of on real data."""
 
+import math
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ CHOICES = 3
 TOKEN_HEADS = (Head.CAUSAL_LM, Head.MASKED_LM, Head.SEQ2SEQ_LM, Head.TOKEN_CLASSIFICATION)
 # For convolutional networks, whose configs name no image size: large enough to be halved five times.
 IMAGE_SIZE = 64
+SOUND = ("input_values", "input_features")
+FRAMES = 4  # of a wave for each token of its text
 SPECIAL_TOKENS = ("pad", "bos", "eos", "cls", "sep", "mask", "unk", "decoder_start", "forced_eos")
 
 
@@ -73,7 +76,7 @@ def widen(model: nn.Module, batch: dict[str, Tensor], columns: int) -> dict[str,
     """A copy of a text batch with more padding on the right, as a longer neighbour would cause. It must not change a
     record's loss.
 
-    A batch of images is returned unchanged. The model must have enough positions.
+    A batch of images or sound is returned unchanged. The model must have enough positions.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -83,6 +86,8 @@ def widen(model: nn.Module, batch: dict[str, Tensor], columns: int) -> dict[str,
         torch.Size([3, 9])
     """
     base = base_model(model)
+    if _main_input(model) in SOUND:
+        return dict(batch)
     filler = {"input_ids": _padding(base), "attention_mask": 0, "token_type_ids": 0}
     if batch.get("labels") is not None and head_of(model) in TOKEN_HEADS:
         filler["labels"] = IGNORE_INDEX
@@ -99,6 +104,8 @@ def _draw(model: nn.Module, lengths: Tensor, width: int, generator: torch.Genera
     rows = len(lengths)
     if _main_input(model) == "pixel_values":
         batch = {"pixel_values": torch.randn(rows, *_image_shape(base.config), generator=generator).to(base.dtype)}
+    elif _main_input(model) in SOUND:
+        batch = _sound(base, lengths, width, generator)
     elif head is Head.MULTIPLE_CHOICE:
         choices = [_text(base, lengths, width, generator) for _ in range(CHOICES)]
         batch = {name: torch.stack([choice[name] for choice in choices], dim=1) for name in choices[0]}
@@ -122,6 +129,24 @@ def _text(base: Any, lengths: Tensor, width: int, generator: torch.Generator) ->
     return batch
 
 
+def _sound(base: Any, lengths: Tensor, width: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """A wave with its mask, `FRAMES` frames for each of `lengths`; or a spectrogram of the model's size."""
+    config, rows = base.config, len(lengths)
+    if base.main_input_name == "input_features" and hasattr(config, "max_source_positions"):  # Whisper
+        shape = (rows, config.num_mel_bins, 2 * config.max_source_positions)
+        return {"input_features": torch.randn(shape, generator=generator).to(base.dtype)}
+    if base.main_input_name == "input_values" and hasattr(config, "num_mel_bins"):  # spectrogram transformers
+        shape = (rows, config.max_length, config.num_mel_bins)
+        return {"input_values": torch.randn(shape, generator=generator).to(base.dtype)}
+    if not hasattr(config, "conv_stride"):
+        raise ValueError(f"`public_examples` must be given for {type(base).__name__}: its input is not known.")
+    stride = math.prod(config.conv_stride)
+    samples = FRAMES * stride * lengths + sum(config.conv_kernel) * stride
+    mask = torch.arange(int(samples.max())) < samples[:, None]
+    wave = torch.randn(mask.shape, generator=generator).to(base.dtype)
+    return {"input_values": wave.masked_fill(~mask, 0), "attention_mask": mask.long()}
+
+
 def _labels(
     base: Any, head: Head, batch: dict[str, Tensor], lengths: Tensor, generator: torch.Generator
 ) -> dict[str, Tensor]:
@@ -138,7 +163,13 @@ def _labels(
         ends = (torch.rand(2, rows, generator=generator) * lengths).long().sort(dim=0).values
         return {"start_positions": ends[0], "end_positions": ends[1]}
 
-    ids, ignored = batch["input_ids"], batch["attention_mask"] == 0
+    if head is Head.CTC:
+        targets = lengths.clamp(min=1)
+        words = torch.randint(1, config.vocab_size, (rows, int(targets.max())), generator=generator)
+        words = words.where(words != config.pad_token_id, 0)  # the blank is no label
+        return {"labels": words.masked_fill(torch.arange(words.shape[1]) >= targets[:, None], IGNORE_INDEX)}
+    ids = batch["input_ids"] if "input_ids" in batch else _tokens(base, (rows, int(lengths.max())), generator)
+    ignored = batch["attention_mask"] == 0 if "input_ids" in batch else torch.zeros_like(ids, dtype=torch.bool)
     if head is Head.TOKEN_CLASSIFICATION:
         labels = torch.randint(config.num_labels, ids.shape, generator=generator)
     elif head is Head.MASKED_LM:
@@ -172,7 +203,7 @@ def ordinary_tokens(base: Any) -> Tensor:
     return ids
 
 
-def _tokens(base: Any, shape: torch.Size, generator: torch.Generator) -> Tensor:
+def _tokens(base: Any, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Ids drawn from the vocabulary without its special tokens."""
     ids = ordinary_tokens(base)
     return ids[torch.randint(len(ids), shape, generator=generator)]
@@ -185,10 +216,10 @@ def _padding(base: Any) -> int:
 
 def _main_input(model: nn.Module) -> str:
     base = base_model(model)
-    if base.main_input_name not in ("input_ids", "pixel_values"):
+    if base.main_input_name not in ("input_ids", "pixel_values", *SOUND):
         raise ValueError(
-            f"`model` must take input_ids or pixel_values, got {type(base).__name__} with {base.main_input_name}. "
-            "Give the self-check a public batch of your own."
+            f"`model` must take input_ids, pixel_values or sound, got {type(base).__name__} with"
+            f" {base.main_input_name}. Give the self-check `public_examples`."
         )
     return base.main_input_name
 

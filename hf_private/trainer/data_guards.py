@@ -1,6 +1,7 @@
 """What a DPTrainer asks of its data: checks before the first charge, made-up batches, evaluation on other records."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from hf_private.tasks.losses import LABEL_NAMES
 from hf_private.tasks.made_up import ranges_of, sample, schema_of
 from hf_private.tasks.micro_batches import LogicalCollator
 from hf_private.tasks.synthetic import synthetic_batch
+from hf_private.tasks.unit_loss import MakeBatch, made_up_units
 
 from .fingerprints import TrainingRecords
 from .guards import check_content, check_evaluation
@@ -59,11 +61,13 @@ def public_batch(
     replaces the head's."""
     if trainer.public_examples is not None:
         return example_batch(trainer, batch_size, generator)
-    model = trainer.accelerator.unwrap_model(trainer.model)
+    make: MakeBatch = partial(synthetic_batch, trainer.accelerator.unwrap_model(trainer.model))
+    if trainer.rows_per_record > 1:
+        make = made_up_units(make, trainer.rows_per_record)
     if trainer.per_sample_loss is None or trainer.train_dataset is None:
-        return synthetic_batch(model, batch_size, length, generator)
+        return make(batch_size, length, generator)
     try:
-        return synthetic_batch(model, batch_size, length, generator)
+        return make(batch_size, length, generator)
     except (AttributeError, ValueError):  # a head or an input that is not listed
         return made_up_batch(trainer, batch_size, length, generator)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
+from hf_private._validate import integer_at_least
 from hf_private.config import DPConfig
 from hf_private.distributed.ranks import Ranks
 from hf_private.gradients.selfcheck import Loss
@@ -57,6 +58,16 @@ class LoadingMixin(TrainerBase):
         """The collator of private steps: `data_collator`, unless a subclass trains on another layout than it
         evaluates on. Rows of its batches are records."""
         return self.data_collator
+
+    @property
+    def rows_per_record(self) -> int:
+        """Rows of each record (chunks of a text, candidates), as the collator's attribute of this name says, or 1.
+
+        Its tensors then have the shape (records, rows, ...).
+        """
+        rows = getattr(self.training_collator, "rows_per_record", 1)
+        integer_at_least(1, rows_per_record=rows)
+        return rows
 
     def as_inputs(self, dataset: Any) -> Any:
         """The records in the fields of the model's input, for the check before the first charge."""

@@ -27,6 +27,7 @@ from hf_private.methods.gep.method import Anchors
 from hf_private.methods.registry import resolve_method
 from hf_private.spending.spending import LEDGER, Spending
 from hf_private.tasks.losses import PerSampleLoss
+from hf_private.tasks.unit_loss import RowsLoss
 from hf_private.tasks.units import UnitColumn
 
 from .callbacks import PrivacyCallback, UpdateCallback, show_epsilon_in_notebooks
@@ -262,7 +263,8 @@ class PrivateMixin(PublishingMixin, LoadingMixin):
 
         Guarantee: The self-check at the start of `train()` runs on it, whatever a subclass returns.
         """
-        return PerSampleLoss(model, self.per_sample_loss, self.args.label_smoothing_factor, self.args.label_names)
+        loss = PerSampleLoss(model, self.per_sample_loss, self.args.label_smoothing_factor, self.args.label_names)
+        return loss if self.rows_per_record == 1 else RowsLoss(loss, self.rows_per_record)
 
     def _attach(self, method: Method, sample_rate: float, steps: int) -> None:
         """Build the mechanism for so many steps, of a model and an optimizer that keep the guarantee."""

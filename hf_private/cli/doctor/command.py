@@ -3,7 +3,11 @@
 Builds the model from its configuration, without its weights, and runs a step on tensors without data,
 so that even very large models can be examined. The exit code is 1 if training would refuse a parameter.
 
+With --device and no model, it checks in about five minutes whether private steps are exact on an
+accelerator, whether they wait for it, and what they cost. The report can be attached to an issue.
+
 examples:
+  hf-private doctor --device cuda
   hf-private doctor path/to/model --batch 8 --length 128
   hf-private doctor path/to/model --carriers r=8,sparsity=0.3
 """
@@ -29,7 +33,10 @@ SMALL = 500_000_000  # largest model (in parameters) to build with data if a ste
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="folder of a model or adapter, or its name on the Hub")
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", help="folder of a model or adapter, or its name on the Hub"
+    )
+    parser.add_argument("--device", help="check this device instead of a model: cuda, cuda:1, cpu, ...")
     parser.add_argument("--task", choices=TASKS, help="head of the model (default: the one that its config names)")
     parser.add_argument("--batch", type=whole(1), default=8, help="records in a micro-batch (default: %(default)s)")
     parser.add_argument("--length", type=whole(1), help="tokens per record (default: 128, or the model's maximum)")
@@ -43,12 +50,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if (args.model is None) == (args.device is None):
+        raise UsageError("argument MODEL: give a model or --device, one of them")
+    if args.device is not None:
+        return _accept(args)
     entries, rows = _examine(args)
     if args.json:
         print_json(_report(args, entries, rows))
     else:
         _show(args, entries, rows)
     return 1 if any(entry.status == "refused" for entry in entries) else 0
+
+
+def _accept(args: argparse.Namespace) -> int:
+    """Run the acceptance of a device; 1 if a check fails."""
+    import torch
+
+    from .acceptance import accept, environment
+
+    try:
+        device = torch.device(args.device)
+        torch.empty(1, device=device)
+    except (AssertionError, RuntimeError) as error:
+        raise UsageError(f"argument --device: {args.device}: {str(error).partition(chr(10))[0]}") from error
+    checks = accept(device)
+    if args.json:
+        print_json({"environment": environment(device), "checks": [vars(check) for check in checks]})
+    else:
+        words = {True: "ok", False: "FAILED", None: ""}
+        rows = [(check.name, check.found, words[check.passed]) for check in checks]
+        print_table(f"Acceptance of {environment(device)}", ("check", "found", ""), rows)
+    return 1 if any(check.passed is False for check in checks) else 0
 
 
 def _examine(args: argparse.Namespace) -> "tuple[list[Entry], list[Row]]":

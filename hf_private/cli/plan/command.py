@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .rules import Schedule
 
 NAME = "plan"
-LEARNING_RATES = {"BK": 4e-3, "LoRA": 8e-3, "RGP": 4e-3, "LSG": 4e-3, "head only": 8e-3}  # recipes/results, AdamW
 
 
 class Plan(NamedTuple):
@@ -140,6 +139,8 @@ def search(found: "list[Candidate]", schedules: "list[Schedule]", rate: float, h
 
 def snippet(plan: Plan, epsilon: float, delta: float, micro_batch: int, unit: "UnitPlan | None" = None) -> str:
     """Settings of a plan as code to paste; `unit` is how its units are drawn."""
+    from .rules import learning_rate
+
     candidate, schedule = plan.candidate, plan.schedule
     carriers = {"RGP": f"CarrierConfig(r={candidate.rank})", "LSG": f"CarrierConfig(r={candidate.rank}, sparsity=0.3)"}
     imports = ["DPConfig", "DPTrainer", *(["CarrierConfig"] if candidate.kind in carriers else [])]
@@ -174,7 +175,7 @@ args = TrainingArguments(
     output_dir="private_model",
     max_steps={schedule.steps},
     per_device_train_batch_size={micro_batch},  # speed and memory only
-    learning_rate={LEARNING_RATES[candidate.kind]:g},  # best in our tables; also try half and double of it
+    learning_rate={learning_rate(candidate.kind, plan.noise):g},  # from our tables; also try half and double of it
     lr_scheduler_type="linear",
 )
 trainer = DPTrainer(model, args, dp_config=dp_config, train_dataset=train_dataset, processing_class=tokenizer)

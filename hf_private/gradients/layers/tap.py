@@ -95,7 +95,7 @@ class Tap:
 
         Sharded training swaps the parameter objects around each forward, so there it is looked up.
         """
-        if type(tensor) is Tapped:
+        if isinstance(tensor, Tapped):
             return tensor.entry
         for local, (parameters, leaf) in self._places.items():
             if parameters[leaf] is tensor:
@@ -131,7 +131,7 @@ class Tap:
         """`tensor` outside the graph: a parameter of this module, or one that is frozen."""
         if tensor is None:
             return None
-        if type(tensor) is Tapped:
+        if isinstance(tensor, Tapped):
             return tensor.plain
         if tensor.requires_grad and self.name(tensor) is None:
             raise AutogradOnlyError(

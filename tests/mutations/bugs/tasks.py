@@ -123,4 +123,16 @@ MUTANTS = (
         (("    if bool(blind):\n", "    if False:\n"),),
         "tests/tasks/test_refusals.py::test_padding_beyond_an_attention_window_is_refused_in_float64",
     ),
+    Mutant(
+        "a record with more rows than its collator declares counts as several",
+        "tasks/unit_loss.py",
+        (("if value.dim() < 2 or value.shape[1] != self.rows:", "if False:"),),
+        "tests/trainer/test_rows_per_record.py::test_another_number_of_rows_than_declared_is_refused",
+    ),
+    Mutant(
+        "the rows of a record are clipped one by one",
+        "tasks/unit_loss.py",
+        (("self.rows_per_record = rows * rows_per_record(loss)", "self.rows_per_record = rows_per_record(loss)"),),
+        "tests/trainer/test_rows_per_record.py::test_the_gradient_of_a_record_is_that_of_the_mean_of_its_rows",
+    ),
 )

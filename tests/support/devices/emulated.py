@@ -177,6 +177,33 @@ def _constructor(make: Any) -> Any:
     return made
 
 
+def _subclassing(make: Any) -> Any:
+    """`Tensor._make_subclass`, also of a tensor that is an object of Python already: a class of both kinds."""
+
+    def made(cls: type, data: torch.Tensor, requires_grad: bool = False) -> torch.Tensor:
+        if not isinstance(data, Emulated):
+            return make(cls, data, requires_grad)
+        both = _both(cls)
+        self = torch.Tensor._make_wrapper_subclass(
+            both,
+            data.shape,
+            dtype=data.dtype,
+            strides=data.stride(),
+            storage_offset=data.storage_offset(),
+            device="emu:0",
+            requires_grad=requires_grad,
+        )
+        self.raw = data.raw
+        return self
+
+    return staticmethod(made)
+
+
+@functools.cache
+def _both(cls: type) -> type:
+    return type(cls.__name__, (cls, Emulated), {})
+
+
 def _moving(to: Any) -> Any:
     """`model.to`, which on other devices keeps its Parameter objects, and so what is tied."""
 
@@ -219,6 +246,7 @@ def _register_autocast() -> list[torch.library.Library]:
 def register() -> list[torch.library.Library]:
     """Make torch.device("emu") usable in this process, once. Its rules live as long as what is returned."""
     nn.Module.to = _moving(nn.Module.to)
+    torch.Tensor._make_subclass = _subclassing(torch.Tensor._make_subclass)
     torch.tensor = _constructor(torch.tensor)
     torch.as_tensor = _constructor(torch.as_tensor)
     _setup_privateuseone_for_python_backend("emu", backend_module=_Module())
