@@ -306,9 +306,9 @@ MUTANTS = (
         "tests/gradients/test_selfcheck.py::test_made_up_records_that_are_alike_are_refused",
     ),
     Mutant(
-        "padding is checked at some lengths only",
+        "padding is checked for the longest record only",
         "gradients/selfcheck.py",
-        (("        for n in range(size):\n", "        for n in closely:\n"),),
+        (("        for n in range(size):\n", "        for n in (0,):\n"),),
         "tests/gradients/test_selfcheck.py::test_a_coupling_that_shows_at_some_lengths_only_is_seen",
     ),
     Mutant(
