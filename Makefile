@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 CODE   := hf_private tests recipes
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow quality style bench bench-all bench-peers growth zoo mutants clean
+.PHONY: help install demo test test-slow quality style bench bench-all bench-peers growth zoo families mutants clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ growth: $(VENV)/.all  ## how cost grows with length, batch, width, depth, rank, 
 
 zoo: $(VENV)/.all  ## the sensitivity of every text architecture that DPTrainer accepts; goes on where it was stopped
 	$(BIN)/python recipes/sensitivity.py
+
+families: $(VENV)/.all  ## which architectures of transformers are exact; goes on where it was stopped
+	OMP_NUM_THREADS=1 $(BIN)/python recipes/families.py
 
 mutants: $(VENV)/.all  ## put real privacy bugs into the code and count how many the tests catch
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutations

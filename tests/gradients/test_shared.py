@@ -140,3 +140,16 @@ def test_an_input_that_all_records_share_is_exact():
 
     for batch_size in (1, 2, 4):
         assert_exact(model, loss, {"x": torch.randn(batch_size, 6).double()})
+
+
+def test_batch_norm_in_eval_mode_is_exact():
+    """Its statistics are fixed, so that records stay apart."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 1, 1)).double().eval()
+    with torch.no_grad():
+        model[1].weight.normal_()
+        model[1].running_mean.normal_()
+        model[1].running_var.uniform_(0.5, 2)
+    for batch_size in (1, 2, 4):
+        batch = {"x": torch.randn(batch_size, 2, 3, 3).double()}
+        assert_exact(model, lambda model, batch: model(batch["x"]).square().sum((1, 2, 3)), batch)

@@ -43,6 +43,7 @@ PRODUCTS = frozenset(
     "linear matmul mm bmm baddbmm __matmul__ __rmatmul__ einsum conv1d conv2d conv3d conv_transpose1d "
     "conv_transpose2d lstm gru multi_head_attention_forward addmm tensordot grouped_mm".split()
 )
+RANDOM = frozenset("dropout dropout1d dropout2d dropout3d alpha_dropout bernoulli rand_like randn_like".split())
 DETACHES: set[Any] = {getattr(Tensor, "data").__get__, Tensor.detach, torch.detach}  # noqa: B009
 SIZED = ("expand", "repeat", "broadcast_to", "tile")  # `cls_token.expand(len(x), -1, -1)`
 
@@ -163,14 +164,14 @@ def _with_copies(func: Callable, args: tuple, kwargs: dict) -> Any:
     if getattr(func, "__name__", "") in PRODUCTS:
         call.tap.book.copied |= call.names
     if func.__class__.__name__ == "method-wrapper" and func.__name__ == "__get__":
-        return call.run([None] * len(leaves))
+        return call.run()
     if any(isinstance(x, Routed) for x in leaves):
         return call.run_routed()
     if getattr(func, "__name__", "") in SIZED and (result := call.run_sized()) is not None:
         return result
     plain = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and not isinstance(x, Shared)]
     if not any(call.axes(i) for i in plain):
-        return call.run([None] * len(leaves))
+        return call.run()
     return call.merge(plain)
 
 
@@ -207,7 +208,7 @@ class _Call:
         args, kwargs = tree_unflatten(leaves, self.spec)
         return self.func(*args, **kwargs)
 
-    def vmapped(self, inputs: list[Any], axes: list[int | None]) -> Any:
+    def vmapped(self, inputs: list[Any], axes: list[int | None], loop: bool = False) -> Any:
         """The call for each record, of the tensors that have an axis; results (N, ...)."""
         mapped = [i for i, axis in enumerate(axes) if axis is not None]
 
@@ -219,7 +220,8 @@ class _Call:
 
         tensors, dims = [inputs[i] for i in mapped], tuple(axes[i] for i in mapped)
         try:
-            return torch.vmap(one, in_dims=dims, randomness="different")(*tensors)
+            if not loop:
+                return torch.vmap(one, in_dims=dims, randomness="different")(*tensors)
         except (RuntimeError, ValueError) as error:
             if isinstance(error, UncoveredError):
                 raise
@@ -231,14 +233,26 @@ class _Call:
                 raise
             raise self.refuse(str(error).splitlines()[0]) from error
 
-    def run(self, axes: list[int | None]) -> Any:
+    def run(self) -> Any:
         """A function of what all records share: its result is shared, too."""
-        inputs = [x.copies if isinstance(x, Shared) else x for x in self.leaves]
-        dims = [0 if isinstance(x, Shared) else None for x in self.leaves]
         if _is_in_place(self.func) and not isinstance(self.leaves[0], Shared):
             raise self.refuse("it changes a tensor without the records in front")
-        flat = self.vmapped(inputs, dims)
+        key = self.key()
+        known = None if self.new else self.tap.merges.get(key)
+        if known is None:
+            known = next((("all", loop) for loop in (False, True) if self.agrees(self.for_all, loop)), None)
+            if known is None:
+                raise self.refuse("its result changes")
+            self.tap.merges[key] = known
+        flat = self.for_all(self.leaves, known[1])
         return tree_map(lambda x: self.wrap(x) if isinstance(x, Tensor) else x, flat)
+
+    def for_all(self, leaves: list[Any], loop: bool) -> Any:
+        inputs = [x.copies if isinstance(x, Shared) else x for x in leaves]
+        return self.vmapped(inputs, [0 if isinstance(x, Shared) else None for x in leaves], loop)
+
+    def key(self) -> tuple:
+        return (self.func, self.records, self.rows, str(self.spec), *map(_signature, self.leaves))
 
     def wrap(self, copies: Tensor) -> Any:
         if not copies.requires_grad and not copies.is_floating_point():
@@ -263,32 +277,68 @@ class _Call:
 
     def merge(self, plain: list[int]) -> Any:
         """A function of both: an ordinary result, with the records where the activation has them."""
-        in_place = _is_in_place(self.func)
-        key = (self.func, self.records, self.rows, str(self.spec), *map(_signature, self.leaves))
+        key = self.key()
         known = None if self.new else self.tap.merges.get(key)
         if known is None:
             self.tap.book.attribution.require()
-        wanted = None if known else self.without_copies()
-        choices = [known[:2]] if known else self.choices(plain)
-        for axes, own_rows in choices:
-            try:
-                result = self.attempt(axes, own_rows, on_a_copy=in_place and known is None)
-            except UncoveredError:
-                if (axes, own_rows) == choices[-1]:
-                    raise
-                continue
-            placed = known[2] if known else _placed(result, wanted, self.records)
-            if placed is not None:
-                self.tap.merges[key] = (axes, own_rows, placed)
-                if in_place:
-                    if known is None:
-                        self.attempt(axes, own_rows, on_a_copy=False)
-                    return self.leaves[0]
-                flat, spec = tree_flatten(result)
-                return tree_unflatten([self.restore(x, axis) for x, axis in zip(flat, placed, strict=True)], spec)
-        if in_place:
+            known = self.tap.merges[key] = self.choose(plain)
+        if known[0] == "all":
+            return self.run()
+        axes, own_rows, loop, placed = known
+        result = self.attempt(self.leaves, axes, own_rows, loop)
+        if _is_in_place(self.func):
+            return self.leaves[0]
+        flat, spec = tree_flatten(result)
+        return tree_unflatten([_restored(x, axis) for x, axis in zip(flat, placed, strict=True)], spec)
+
+    def choose(self, plain: list[int]) -> tuple:
+        """The first way to run the call whose results and gradients are those of the call without copies."""
+        choices = self.choices(plain)
+        for loop in (False, True):
+            for axes, own_rows in choices:
+                try:
+                    placed = self.agrees(lambda x, loop, a=axes, o=own_rows: self.attempt(x, a, o, loop), loop, axes)
+                except UncoveredError:
+                    continue
+                if placed is not None:
+                    return axes, own_rows, loop, placed
+        if _is_in_place(self.func):
             raise self.refuse("its result changes")
-        return self.run([None] * len(self.leaves))
+        return ("all", False)
+
+    def agrees(self, run: Callable, loop: bool, axes: list[int | None] | None = None) -> list[int | None] | None:
+        """Whether `run` gives the results and gradients of the call without copies: the records' axis in each result.
+
+        Without `axes`, each record's result must be that of the call.
+        """
+        if any(isinstance(x, Tensor) and x.is_meta for x in self.leaves):
+            with torch.random.fork_rng():
+                return _placed(run(self.leaves, loop), self.call(_one(self.leaves)), self.records, axes is None)
+        in_place = _is_in_place(self.func)
+        several, single = ([_leaf(x, one) for x in self.leaves] for one in (False, True))
+        # Gradient checkpointing counts what is saved: this is not for it.
+        keep = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+        with torch.enable_grad(), keep, torch.random.fork_rng():
+            copied, plain = (_changeable(leaves) if in_place else leaves for leaves in (several, single))
+            wanted = self.call(plain)
+            try:
+                found = run(copied, loop)
+            except UncoveredError:
+                return None
+            if in_place:
+                found, wanted, placed = copied[0], plain[0], []
+                same = found.shape == wanted.shape and _close(found, wanted)
+                pairs = [(found, wanted)]
+            else:
+                placed = _placed(found, wanted, self.records, axes is None)
+                if placed is None:
+                    return None
+                restored = [_restored(x, a) for x, a in zip(tree_leaves(found), placed, strict=True)]
+                pairs = [(x, y) for x, y in zip(restored, tree_leaves(wanted), strict=True) if isinstance(x, Tensor)]
+                same = all(_close(x, y) for x, y in pairs)
+            if getattr(self.func, "__name__", "") in RANDOM:
+                return placed
+            return placed if same and _same_gradients(pairs, several, single) else None
 
     def choices(self, plain: list[int]) -> list[tuple[list[int | None], bool]]:
         """What to try: the axis of each argument, and whether of a copy with as many rows the record's own count."""
@@ -308,38 +358,22 @@ class _Call:
         found = [isinstance(x, Shared) and x.dim() == rank and x.shape[front] == length > 1 for x in self.leaves]
         return found if any(found) else []
 
-    def attempt(self, axes: list[int | None], own_rows: bool, on_a_copy: bool) -> Any:
+    def attempt(self, leaves: list[Any], axes: list[int | None], own_rows: bool, loop: bool) -> Any:
         """The call for each record: results (N, ...) of what the record's rows give."""
         inputs, dims = [], []
         front = next(a for a in axes if a is not None)
         rows = self.have_rows(axes) if own_rows else [False] * len(axes)
-        for x, axis, has_rows in zip(self.leaves, axes, rows, strict=True):
+        for x, axis, has_rows in zip(leaves, axes, rows, strict=True):
             if isinstance(x, Shared):
                 inputs.append(_diagonal(x.copies, front, self.records) if has_rows else x.copies)
                 dims.append(0)
             elif axis is not None:
-                x = x.detach().clone() if on_a_copy and x is self.leaves[0] else x
                 inputs.append(x.unflatten(axis, (self.records, -1)))
                 dims.append(axis)
             else:
                 inputs.append(x)
                 dims.append(None)
-        return self.vmapped(inputs, dims)
-
-    def without_copies(self) -> Any:
-        """What the call gives if all records share one copy."""
-        inputs = [x.copies[0].detach() if isinstance(x, Shared) else x for x in self.leaves]
-        if _is_in_place(self.func):
-            inputs[0] = inputs[0].detach().clone()
-        with torch.no_grad(), torch.random.fork_rng():
-            return self.call(inputs)
-
-    def restore(self, x: Any, axis: int | None) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        if axis is None:
-            return self.wrap(x)
-        return x.movedim(0, axis).flatten(axis, axis + 1)
+        return self.vmapped(inputs, dims, loop)
 
     # -- rows in the order of their experts
 
@@ -374,31 +408,88 @@ def _diagonal(copies: Tensor, axis: int, records: int) -> Tensor:
     return x.diagonal(dim1=0, dim2=axis + 1).movedim(-1, 0)
 
 
-def _placed(result: Any, wanted: Any, records: int) -> list[int | None] | None:
+def _placed(result: Any, wanted: Any, records: int, for_all: bool) -> list[int | None] | None:
     """The axis of the records in each of the results, None for what all share; None if the results are not those."""
     axes: list[int | None] = []
     for x, y in zip(tree_leaves(result), tree_leaves(wanted), strict=True):
-        if not isinstance(x, Tensor):
+        if not isinstance(x, Tensor) or for_all:
             axes.append(None)
+            if isinstance(x, Tensor) and x.shape[1:] != y.shape:
+                return None
             continue
         fits = [
-            a for a in range(y.dim())
-            if x.dim() == y.dim() + 1 and x.shape[1:][a] * records == y.shape[a]
-            and all(x.shape[1:][b] == y.shape[b] for b in range(y.dim()) if b != a)
-        ]  # fmt: skip
-        if not fits:
+            a
+            for a in range(y.dim())
+            if x.dim() == y.dim() + 1
+            and x.shape[a + 1] * records == y.shape[a]
+            and all(x.shape[b + 1] == y.shape[b] for b in range(y.dim()) if b != a)
+        ]
+        close = [a for a in fits if _close(_restored(x, a), y)]
+        if not close:
             return None
-        fitting = [a for a in fits if _close(x.detach().movedim(0, a).flatten(a, a + 1), y)]
-        if not fitting:
-            return None
-        axes.append(fitting[0])
+        axes.append(close[0])
     return axes
+
+
+def _restored(x: Any, axis: int | None) -> Any:
+    """Results (N, ...) with the records where the call has them."""
+    return x.movedim(0, axis).flatten(axis, axis + 1) if isinstance(x, Tensor) and axis is not None else x
+
+
+def _one(leaves: list[Any]) -> list[Any]:
+    """The arguments if all records share one copy."""
+    return [x.copies[0].detach() if isinstance(x, Shared) else x for x in leaves]
+
+
+def _leaf(x: Any, one: bool) -> Any:
+    """An argument by itself, outside the model's graph; of what is shared one copy, or all of them."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return _one([x])[0] if one else x
+    if not isinstance(x, Shared):
+        return x.detach().clone().requires_grad_(x.requires_grad)
+    if one:
+        return x.copies[0].detach().clone().requires_grad_()
+    return x.with_copies(x.copies.detach().clone().requires_grad_())
+
+
+def _changeable(leaves: list[Any]) -> list[Any]:
+    """For a call that changes its first argument: a copy of that."""
+    first = leaves[0]
+    return [first.with_copies(first.copies.clone()) if isinstance(first, Shared) else first.clone(), *leaves[1:]]
+
+
+def _same_gradients(pairs: list[tuple[Tensor, Tensor]], several: list[Any], single: list[Any]) -> bool:
+    """Whether gradients with copies, added up over the records, are those without."""
+    pairs = [(x, y) for x, y in pairs if y.requires_grad and x.requires_grad]
+    inputs = [
+        (x.copies if isinstance(x, Shared) else x, y)
+        for x, y in zip(several, single, strict=True)
+        if isinstance(x, Tensor) and x.is_floating_point() and y.requires_grad
+    ]
+    if not pairs or not inputs:
+        return True
+    weights = [torch.randn_like(y) for _, y in pairs]
+    copied = [w.expand_as(x) for w, (x, _) in zip(weights, pairs, strict=True)]
+    found = torch.autograd.grad([x for x, _ in pairs], [x for x, _ in inputs], copied, allow_unused=True)
+    wanted = torch.autograd.grad([y for _, y in pairs], [y for _, y in inputs], weights, allow_unused=True)
+    for g, expected in zip(found, wanted, strict=True):
+        if g is None or expected is None:
+            if g is not None or expected is not None:
+                return False
+            continue
+        each = pairs[0][0].dim() > pairs[0][1].dim()  # one result for each record, all with the same weights
+        times = len(pairs[0][0]) if each else 1
+        total = g.sum(0) if g.dim() > expected.dim() else g
+        if not _close(total, times * expected):
+            return False
+    return True
 
 
 def _close(x: Tensor, y: Tensor) -> bool:
     if x.is_meta or not x.is_floating_point():
         return True
     limit = torch.finfo(x.dtype).eps ** 0.5
+    x, y = x.detach(), y.detach()
     sizes = y.abs()[torch.isfinite(y)]
     largest = float(sizes.max()) if sizes.numel() else 0.0
     return torch.allclose(x, y, rtol=limit, atol=limit * largest, equal_nan=True)
