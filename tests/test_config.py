@@ -158,6 +158,7 @@ REFUSED_VALUES = {
     "hub_strategy": "all_checkpoints",
     "dataloader_drop_last": True,
     "packing": True,
+    "num_generations": 8,
     "padding_free": True,
     "debug": ["underflow_overflow"],
 }

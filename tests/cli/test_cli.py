@@ -80,6 +80,7 @@ WRONG = [  # (arguments, the option that is named, what is allowed); what was go
     (["doctor", "model", "--batch", "0"], "--batch", "a whole number >= 1"),
     (["doctor", "model", "--length", "-3"], "--length", "a whole number >= 1"),
     (["doctor", "model", "--task", "poetry"], "--task", "'sequence-classification'"),
+    (["doctor", "--device", "poetry"], "--device", "one of cpu, cuda"),
     (["doctor", "model", "--carriers", "q=8"], "--carriers", "KEY=VALUE with a key of r, sparsity"),
     (["plan", "--n", "1"], "--n", "a whole number >= 2"),
     (["plan", "--epsilon", "0"], "--epsilon", "a number > 0"),

@@ -326,8 +326,12 @@ class _Call:
             except UncoveredError:
                 return None
             if in_place:
-                found, wanted, placed = copied[0], plain[0], []
-                same = found.shape == wanted.shape and _close(found, wanted)
+                found, wanted = copied[0], plain[0]
+                placed: list[int | None] | None = [None]
+                same = found.shape == wanted.shape
+                if isinstance(found, Shared):
+                    found = found.copies  # each of them, changed in place
+                same = same and _close(found, wanted)
                 pairs = [(found, wanted)]
             else:
                 placed = _placed(found, wanted, self.records, axes is None)
@@ -449,7 +453,8 @@ def _leaf(x: Any, one: bool) -> Any:
         return x.detach().clone().requires_grad_(x.requires_grad)
     if one:
         return x.copies[0].detach().clone().requires_grad_()
-    return x.with_copies(x.copies.detach().clone().requires_grad_())
+    same = x.copies[:1].detach().expand_as(x.copies)  # dropout in training has made them differ
+    return x.with_copies(same.clone().requires_grad_())
 
 
 def _changeable(leaves: list[Any]) -> list[Any]:

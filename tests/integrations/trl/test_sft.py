@@ -158,12 +158,17 @@ def test_the_wrong_arguments_are_refused(tmp_path: Path) -> None:
         )
 
 
-def test_no_record_is_quoted_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_record_is_quoted_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """TRL warns with the decoded end of a prompt where the template renders a prompt alone differently."""
     tokenizer = chats.tokenizer()
     tokenizer.chat_template = tokenizer.chat_template.replace("{% if add_generation_prompt %}", "{% if true %}")
     tokenizer.chat_template = tokenizer.chat_template.replace("<assistant> {% endif %}", "w53 {% endif %}")
     logger = logging.getLogger("trl.trainer.sft_trainer")
+    monkeypatch.setattr(logger, "disabled", False)  # other tests' libraries may have switched it off
+    caplog.set_level(logging.WARNING, logger=logger.name)
+    monkeypatch.setattr(logging.root.manager, "disable", logging.NOTSET)
     logger.addHandler(caplog.handler)
     try:
         with unquoted():
