@@ -16,7 +16,7 @@ from hf_private.randomness import Key
 from hf_private.tasks.unit_loss import CHECKED_ROWS, Loss, MakeBatch, UnitLoss, made_up_units
 
 if TYPE_CHECKING:
-    from .private import PrivateMixin
+    from .training import TrainingMixin
 
 logger = logging.get_logger(__name__)
 
@@ -29,7 +29,7 @@ class Keys(NamedTuple):
 
 
 def build_mechanism(
-    trainer: "PrivateMixin", model: nn.Module, method: Method, keys: Keys, sample_rate: float, steps: int
+    trainer: "TrainingMixin", model: nn.Module, method: Method, keys: Keys, sample_rate: float, steps: int
 ) -> Mechanism:
     """Check the gradients of the model, open the ledger for so many steps, and build the mechanism of a step.
 
@@ -83,7 +83,7 @@ def build_mechanism(
     return mechanism
 
 
-def objective_of(trainer: "PrivateMixin") -> dict[str, str]:
+def objective_of(trainer: "TrainingMixin") -> dict[str, str]:
     """The objective, as a setting, if it has a name."""
     return {} if trainer.objective_name is None else {"objective": trainer.objective_name}
 

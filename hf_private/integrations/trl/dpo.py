@@ -73,13 +73,19 @@ class DPDPOTrainer(PairMixin, DPOTrainer):
     arguments_class = DPOConfig
 
     def __init__(
-        self, model: Any, ref_model: Any = None, args: DPOConfig | None = None, *arguments: Any, **named: Any
+        self,
+        model: Any,
+        ref_model: Any = None,
+        args: DPOConfig | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        **named: Any,
     ) -> None:
         args = DPOConfig("tmp_trainer") if args is None else args
         refuse_settings(args, REFUSED)
-        refuse_images(named.get("train_dataset"))
+        refuse_images(train_dataset)
         with unquoted():
-            super().__init__(model, args, *arguments, ref_model=ref_model, **named)
+            super().__init__(model, args, data_collator, train_dataset, ref_model=ref_model, **named)
         refuse_experts(self)
 
     @property

@@ -29,10 +29,17 @@ class DPRewardTrainer(PairMixin, RewardTrainer):
     objective_of = RewardTrainer
     arguments_class = RewardConfig
 
-    def __init__(self, model: Any, args: RewardConfig | None = None, *arguments: Any, **named: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        args: RewardConfig | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        **named: Any,
+    ) -> None:
         refuse_settings(args, SHARED)
-        refuse_images(named.get("train_dataset"))
-        super().__init__(model, args, *arguments, **named)
+        refuse_images(train_dataset)
+        super().__init__(model, args, data_collator, train_dataset, **named)
 
     @property
     def objective_name(self) -> str:

@@ -53,11 +53,18 @@ class DPSFTTrainer(PrivateMixin, SFTTrainer):
     objective_of = SFTTrainer
     arguments_class = SFTConfig
 
-    def __init__(self, model: Any, args: SFTConfig | None = None, *arguments: Any, **named: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        args: SFTConfig | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        **named: Any,
+    ) -> None:
         refuse_settings(args, SHARED)
-        refuse_images(named.get("train_dataset"))
+        refuse_images(train_dataset)
         with unquoted():
-            super().__init__(model, args, *arguments, **named)
+            super().__init__(model, args, data_collator, train_dataset, **named)
         refuse_experts(self)
 
     @property

@@ -5,13 +5,13 @@ from tests.mutations.mutant import Mutant
 MUTANTS = (
     Mutant(
         "a subclass of a private trainer brings a loss of the whole batch, and it is ignored",
-        "trainer/private.py",
+        "trainer/training.py",
         (("type(self).compute_loss is not self.objective_of.compute_loss", "False"),),
         "tests/trainer/test_seq2seq.py::test_a_loss_of_the_batch_is_refused",
     ),
     Mutant(
         "label smoothing is left out of the private objective",
-        "trainer/private.py",
+        "trainer/training.py",
         (("self.per_sample_loss, self.args.label_smoothing_factor,", "self.per_sample_loss, 0.0,"),),
         "tests/trainer/test_seq2seq.py::test_the_update_is_that_of_a_for_loop",
     ),
@@ -58,7 +58,7 @@ MUTANTS = (
     ),
     Mutant(
         "keys from args.seed, which is published",
-        "trainer/private.py",
+        "trainer/training.py",
         (
             (
                 "return Keys(self.ranks.key(), self.ranks.key())",
@@ -70,7 +70,7 @@ MUTANTS = (
     ),
     Mutant(
         "a loop that starts again in the middle repeats noise and draws",
-        "trainer/private.py",
+        "trainer/training.py",
         (("        if self._mechanism is not None:\n            raise", "        if False:\n            raise"),),
         "tests/trainer/test_guards.py::test_a_run_that_begins_anew_within_train_would_repeat_its_noise",
     ),
@@ -88,7 +88,7 @@ MUTANTS = (
     ),
     Mutant(
         "sample rate of the micro-batch instead of the logical batch",
-        "trainer/private.py",
+        "trainer/training.py",
         (
             (
                 "self._attach(method, train_dataloader.batch_sampler.sample_rate, steps)",
@@ -99,7 +99,7 @@ MUTANTS = (
     ),
     Mutant(
         "steps divided by gradient accumulation once more",
-        "trainer/private.py",
+        "trainer/training.py",
         (
             (
                 "steps = max(max_steps - self.state.global_step, 0)\n",
@@ -111,7 +111,7 @@ MUTANTS = (
     ),
     Mutant(
         "settings of later are not checked, and not those that are enforced",
-        "trainer/private.py",
+        "trainer/training.py",
         (
             ("            self.hyperparameter_search()\n        self._check_settings()\n", "            pass\n"),
             ("        self.spending.set_budget(\n            config", "        str((config"),
@@ -121,17 +121,16 @@ MUTANTS = (
     ),
     Mutant(
         "the training loss is logged without noise",
-        "trainer/private.py",
+        "trainer/training.py",
         (
             (
                 "self._keys, sample_rate, steps)\n",
                 "self._keys, sample_rate, steps)\n        self._mechanism.nonprivate = {}\n",
             ),
             (
-                "LogFilter(self.dp_config)",
-                "LogFilter(DPConfig(**{**self.dp_config.to_dict(), 'log_nonprivate': True}))",
+                "self.log_filter.config = self.dp_config\n",
+                "self.log_filter.config = DPConfig(**{**self.dp_config.to_dict(), 'log_nonprivate': True})\n",
             ),
-            ("        self.log_filter.config = self.dp_config\n", ""),
         ),
         "tests/trainer/test_spending.py::test_no_training_loss_is_written_unless_asked_for",
     ),
