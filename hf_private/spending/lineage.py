@@ -24,7 +24,7 @@ from transformers.utils import logging
 from hf_private.tasks.heads import base_model
 
 from .costs import UNKNOWN, Past, Statement, all_costs, events_of, unknown_cost
-from .registry import is_copy, is_known, trainings
+from .registry import known, trainings
 from .statement import STATEMENT, statement_on_hub
 
 logger = logging.get_logger(__name__)
@@ -52,13 +52,13 @@ def past_of(model: nn.Module, continues: str | Path | None = None, resumed: bool
     unchecked = () if settled else _check_adapters(model)
     found = [training.statement for training in trainings(model)]
     for config, parameters in _origins(model):
-        known = all(map(is_known, parameters))
-        if known and not any(map(is_copy, parameters)):
+        trained_here = all(known(p).cost for p in parameters)
+        if trained_here and not any(known(p).is_copy for p in parameters):
             continue
-        origin, unreachable = _statement_of_origin(config, settled or known)
+        origin, unreachable = _statement_of_origin(config, settled or trained_here)
         found += [origin] if origin else []
-        has_spending = origin is not None and bool(origin["ledger"]["events"])
-        if hasattr(config, MARK) and not any((settled, known, unreachable, has_spending)):
+        has_spending = origin and origin["ledger"]["events"]
+        if hasattr(config, MARK) and not any((settled, trained_here, unreachable, has_spending)):
             raise unknown_cost(f"the model is marked as trained, and {config._name_or_path!r} has no {STATEMENT}")
         unchecked = (*unchecked, "base_model_unchecked") if unreachable else unchecked
     return Past((*found, *named), tuple(dict.fromkeys(unchecked)), bool(named))
@@ -119,7 +119,8 @@ def _read(path: Path | None) -> Statement | None:
     try:
         statement = json.loads(path.read_text())
         for cost in all_costs(statement):
-            events_of({"events": [], "private": True} if cost == UNKNOWN else cost)
+            if cost != UNKNOWN:
+                events_of(cost)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise unknown_cost(f"{str(path)!r} cannot be read ({error!r})") from error
     return statement
@@ -136,13 +137,12 @@ def _check_adapters(model: nn.Module) -> tuple[str, ...]:
     """Refuse trained adapters of unknown origin. Some kinds start at values that show training, others do not."""
     unchecked: tuple[str, ...] = ()
     for name, p, config in _adapter_weights(model):
-        if is_known(p) or COPIES.search(name):
+        if known(p).cost or COPIES.search(name):
             continue
-        kind = getattr(config.peft_type, "value", config.peft_type)
         starts = {"LORA": getattr(config, "init_lora_weights", 0), "IA3": getattr(config, "init_ia3_weights", 0)}
         fresh = next((value for pattern, value in FRESH if pattern.search(name)), None)
         values = p.to_local() if isinstance(p, DTensor) else p
-        if starts.get(kind) not in (True, "gaussian"):
+        if starts.get(config.peft_type) not in (True, "gaussian"):
             unchecked = ("adapter_unchecked",)
         elif fresh is not None and not values.is_meta and bool((values != fresh).any()):
             raise unknown_cost(f"`{name}` belongs to a trained adapter, and PEFT does not keep where it came from")

@@ -19,7 +19,6 @@ from hf_private.spending.lineage import mark, past_of
 from hf_private.spending.registry import (
     Training,
     changed_since,
-    expect_changes,
     recognise,
     register,
     remember,
@@ -101,14 +100,13 @@ class Provenance:
         to_eval = getattr(self.trainer.optimizer, "eval", None)  # schedule-free optimizers keep two sets of weights
         if callable(to_eval):
             to_eval()
-        remember(self.fingerprints.end(self.model), except_for=self.fingerprints.start.values())
+        remember(self.fingerprints.end(self.model), before={*self.fingerprints.start.values()})
 
     def note_checkpoint(self) -> None:
         """Called when the weights of a checkpoint were loaded."""
         if self._training is not None:
             self._loaded = True
-            register(self.model, self._training)
-            expect_changes(self.model, trainable_only=False)
+            register(self.model, self._training, loads=True)
 
     def find_trainings(self) -> None:
         """Find what this process has trained in the model, and refuse weights that were changed since."""
@@ -174,7 +172,6 @@ class Provenance:
         if self._training is not None and not self._changed:
             mark(self.model)
             register(self.model, self._training, self._taken_over)
-            expect_changes(self.model)
             self._changed = True
 
     def note_update(self) -> None:
