@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from .variants import Row
 
 NAME = "doctor"
-SMALL = 500_000_000  # largest model (in parameters) to build with data if a step on tensors without data fails
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,44 +83,29 @@ def _accept(args: argparse.Namespace) -> int:
 
 
 def _examine(args: argparse.Namespace) -> "tuple[list[Entry], list[Row]]":
-    """Coverage and costs, on tensors without data if the model allows it, otherwise on the CPU."""
-    from .models import builder
-
-    build = builder(args.model, args.task)
-    attempts = [("meta", False), ("meta", True)]  # without a mask some models look at the data; others reject a mask
-    model = build("meta")
-    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None) or 128
-    args.length = min(128, longest) if args.length is None else args.length
-    if sum(p.numel() for p in model.parameters()) <= SMALL:
-        attempts.append(("cpu", True))
-    reason = ""
-    for device, mask in attempts:
-        try:
-            return _examine_on(lambda device=device: build(device).train(), device, mask, args)
-        except ValueError as error:  # a refusal by the library: a rank above the size of a matrix, an unknown source
-            raise UsageError(f"argument --carriers: {error}" if args.carriers else str(error)) from error
-        except (NotImplementedError, RuntimeError) as error:
-            reason = str(error).partition("\n")[0]
-    raise UsageError(
-        f"argument MODEL: {args.model} cannot be run on {args.batch} records of {args.length} tokens: {reason}"
-    )
-
-
-def _examine_on(
-    build: "Callable[[], nn.Module]", device: str, mask: bool, args: argparse.Namespace
-) -> "tuple[list[Entry], list[Row]]":
+    """Coverage and costs."""
     from hf_private.gradients.coverage import coverage, without
 
-    from .models import inputs, losses
+    from .models import builder, inputs, losses, on_some_device
     from .variants import compare
 
-    model = build()
-    few = inputs(model, 2, min(args.length, 7), device, mask)
-    entries = coverage(model, lambda: losses(model, few))
-    if all(entry.status != "covered" for entry in entries):
-        return entries, []
-    batch = inputs(model, args.batch, args.length, device, mask)
-    return entries, compare(lambda: without(build(), entries), lambda model: losses(model, batch), args.carriers)
+    def examine(
+        build: "Callable[[], nn.Module]", device: str, mask: bool, length: int
+    ) -> "tuple[list[Entry], list[Row]]":
+        args.length = length
+        model = build()
+        few = inputs(model, 2, min(length, 7), device, mask)
+        entries = coverage(model, lambda: losses(model, few))
+        if all(entry.status != "covered" for entry in entries):
+            return entries, []
+        batch = inputs(model, args.batch, length, device, mask)
+        return entries, compare(lambda: without(build(), entries), lambda model: losses(model, batch), args.carriers)
+
+    build = builder(args.model, args.task)
+    try:
+        return on_some_device(build, examine, args.batch, args.length)
+    except ValueError as error:  # a refusal by the library: a rank above the size of a matrix, an unknown source
+        raise UsageError(f"argument --carriers: {error}" if args.carriers else str(error)) from error
 
 
 def _groups(entries: "list[Entry]") -> list[tuple[str, str, int, int, str]]:

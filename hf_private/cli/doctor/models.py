@@ -3,13 +3,15 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_private.cli.arguments import TASKS, UsageError
 
+T = TypeVar("T")
+SMALL = 500_000_000  # parameters of a model that may be built with data, if a step on tensors without data fails
 PEFT_TASKS = {
     "SEQ_CLS": "sequence-classification",
     "TOKEN_CLS": "token-classification",
@@ -52,6 +54,34 @@ def builder(name: str, task: str | None = None) -> Callable[[str], nn.Module]:
             return factory(config)
 
     return build
+
+
+def on_some_device(
+    build: Callable[[str], nn.Module],
+    run: Callable[[Callable[[], nn.Module], str, bool, int], T],
+    batch: int,
+    length: int | None,
+) -> T:
+    """Run on tensors without data if the model allows it, otherwise on the CPU.
+
+    Args:
+        run: fn(build, device, mask, length) on a model in training mode, with or without a mask.
+        batch: Records, for the message.
+        length: Tokens of a record; 128 by default, or the most that the model takes.
+    """
+    model = build("meta")
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None) or 128
+    length = min(128, longest) if length is None else length
+    attempts = [("meta", False), ("meta", True)]  # without a mask some models look at the data; others reject a mask
+    if sum(p.numel() for p in model.parameters()) <= SMALL:
+        attempts.append(("cpu", True))
+    reason = ""
+    for device, mask in attempts:
+        try:
+            return run(lambda device=device: build(device).train(), device, mask, length)
+        except (NotImplementedError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+    raise UsageError(f"argument MODEL: cannot be run on {batch} records of {length} tokens: {reason}")
 
 
 def _factory(config: Any, task: str | None) -> Callable[[Any], nn.Module]:

@@ -9,7 +9,7 @@ from peft import PeftModel
 from torch import nn
 
 from hf_private.cli.arguments import UsageError
-from hf_private.cli.doctor.models import builder, inputs, losses
+from hf_private.cli.doctor.models import builder, inputs, losses, on_some_device
 from hf_private.cli.doctor.variants import Row, compare
 from hf_private.gradients.coverage import coverage, without
 
@@ -21,7 +21,6 @@ ENDINGS = {  # PEFT's name of a task, and how Transformers' classes for it end
     "CAUSAL_LM": ("ForCausalLM", "LMHeadModel"),
     "SEQ_2_SEQ_LM": "ForConditionalGeneration",
 }
-SMALL = 500_000_000  # parameters of a model that may be built for real, where tensors without data do not suffice
 
 
 @dataclass(frozen=True)
@@ -42,23 +41,14 @@ class Candidate:
 
 def candidates(model: str, task: str | None, batch: int, length: int | None) -> list[Candidate]:
     """Everything that applies to the model, dry-run on micro-batches of `batch` records of `length` tokens."""
+
+    def dry_run(build: Callable[[], nn.Module], device: str, mask: bool, length: int) -> list[Candidate]:
+        return _on(build, device, mask, batch, length)
+
     try:
-        build = builder(model, task)
+        return on_some_device(builder(model, task), dry_run, batch, length)
     except UsageError as error:  # the doctor's argument has another name
         raise UsageError(str(error).replace("argument MODEL", "argument --model")) from error
-    first = build("meta")
-    longest = getattr(getattr(first, "config", None), "max_position_embeddings", None) or 128
-    length = min(128, longest) if length is None else length
-    attempts = [("meta", False), ("meta", True)]
-    if sum(p.numel() for p in first.parameters()) <= SMALL:
-        attempts.append(("cpu", True))
-    reason = ""
-    for device, mask in attempts:
-        try:
-            return _on(lambda device=device: build(device).train(), device, mask, batch, length)
-        except (NotImplementedError, RuntimeError) as error:
-            reason = str(error).partition("\n")[0]
-    raise UsageError(f"argument --model: {model} cannot be run on {batch} records of {length} tokens: {reason}")
 
 
 def _on(build: Callable[[], nn.Module], device: str, mask: bool, batch: int, length: int) -> list[Candidate]:
