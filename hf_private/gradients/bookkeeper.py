@@ -1,8 +1,10 @@
 """BookKeeper: one backward pass, a book of (a, ds), and no parameter gradient from autograd."""
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +12,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from .layers import REMEDY, SHARDED_REMEDY, Attribution, Tap, Tapped, UncoveredError, own_losses, refusal, sites
+from .layers import PART, REMEDY, SHARDED_REMEDY, Attribution, Tap, Tapped, UncoveredError, own_losses, refusal, sites
 from .method import Full, Method
 from .parts import whole
 from .persample import Dense, PerSample, sq_norms, weighted_sum
+
+logger = logging.getLogger(__name__)
+ANNOUNCED: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # weights that a warning has named, by model
 
 
 class BookKeeper:
@@ -208,6 +213,24 @@ class BookKeeper:
             )
         for name, grad in reached.items():  # in a batch of one, autograd's gradient is that record's
             self.observe(name, Dense(grad.unsqueeze(0)))
+        self._announce_copies()
+
+    def _announce_copies(self) -> None:
+        """Say once of a model what it costs that no rule knows one of its weights."""
+        announced = ANNOUNCED.setdefault(self.model, set())
+        new = {name.partition(PART)[0] for name in self.copied} - announced
+        if new:
+            announced |= new
+            shown = sorted(new)
+            names = ", ".join(f"`{name}`" for name in shown[:5]) + (
+                f" and {len(new) - 5} more" if len(new) > 5 else ""
+            )
+            logger.warning(
+                "%s: no rule covers this use of a weight, so each record gets a copy of it. That is exact, but slower,"
+                " and takes as much memory as per-sample gradients that are formed. Remedy: freeze it if that is too"
+                " much.",
+                names,
+            )
 
     def _reached(self) -> dict[str, Tensor]:
         """What autograd found for parameters, by name, and forget it."""

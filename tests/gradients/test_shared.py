@@ -1,5 +1,7 @@
 """Parameters that no rule knows, and experts: exact or refused, never wrong."""
 
+import logging
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -85,6 +87,16 @@ def test_a_batch_statistic_above_a_layer_is_refused(functional):
         book.backward(model(torch.randn(4, 6).double()).square().sum(1))
 
 
+def test_a_batch_statistic_that_shows_in_gradients_alone_is_refused():
+    """With equal rows the statistics of one record are those of the batch: values agree, gradients do not."""
+    torch.manual_seed(0)
+    model = BatchStatistic(functional=True).double()
+    with torch.no_grad():
+        model.below.weight.zero_()
+    with pytest.raises(UncoveredError), BookKeeper(model) as book:
+        book.backward(model(torch.randn(4, 6).double()).square().sum(1))
+
+
 @pytest.mark.parametrize("name", ["scale, time first", "mean", "softmax", "distances (T, T)", "matrix"])
 def test_one_model_is_never_wrong_at_one_size_after_another(name):
     model, loss = layouts.build(name)
@@ -153,3 +165,25 @@ def test_batch_norm_in_eval_mode_is_exact():
     for batch_size in (1, 2, 4):
         batch = {"x": torch.randn(batch_size, 2, 3, 3).double()}
         assert_exact(model, lambda model, batch: model(batch["x"]).square().sum((1, 2, 3)), batch)
+
+
+class Transposed(nn.Module):
+    """A weight that no rule knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 6))
+
+    def forward(self, x):
+        return torch.einsum("nd,ed->ne", x, self.weight)
+
+
+def test_copies_of_a_weight_are_announced_once(caplog):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Transposed())
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            with BookKeeper(model) as book:
+                book.backward(model(torch.randn(3, 6)).square().sum(1))
+    assert [r.getMessage() for r in caplog.records if "copy" in r.getMessage()][0].startswith("`1.weight`: no rule")
+    assert len(caplog.records) == 1

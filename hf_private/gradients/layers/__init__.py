@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from .attention import attention
-from .attribution import Attribution, UncoveredError
+from .attribution import PART, Attribution, UncoveredError
 from .conv import conv
 from .copies import relative_bias, relative_table, run_each, run_with_copies
 from .embedding import embedding
@@ -70,7 +70,7 @@ DIRECT: dict[type[nn.Module], Callable] = {
 }
 
 __all__ = [
-    "REMEDY", "RULES", "SHARDED_REMEDY", "Attribution", "Site", "Tap", "Tapped", "UncoveredError",
+    "PART", "REMEDY", "RULES", "SHARDED_REMEDY", "Attribution", "Site", "Tap", "Tapped", "UncoveredError",
     "own_losses", "refusal", "sites",
 ]  # fmt: skip
 

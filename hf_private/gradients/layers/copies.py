@@ -55,7 +55,7 @@ def _refuse(tap: Tap, error: Exception) -> UncoveredError:
 def run_with_copies(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> Any:
     """Run a module with its parameters expanded to (N, 1, ..., 1, *shape), so that they broadcast as before.
 
-    If that does not work, they are copied where they are used instead (`shared.py`): slower, and more general.
+    If that does not work, they are copied where they are used instead (`copied_call.py`): slower, and more general.
     """
     if tap.lone or tap.module in UNFIT:
         return forward(*args, **kwargs)

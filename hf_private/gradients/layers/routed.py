@@ -68,7 +68,8 @@ class Routed(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        from .shared import Shared, dispatch
+        from .dispatch import dispatch
+        from .shared import Shared
 
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))

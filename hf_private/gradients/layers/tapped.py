@@ -1,7 +1,7 @@
 """A trainable parameter as the model's code sees it while the book is open.
 
 Wherever the model uses it, in the forward pass of its own module or of another, the call comes here: to the rule of
-that torch function, or, if there is none, to `shared.py`, where each record gets its own copy of the parameter.
+that torch function, or, if there is none, to `copied_call.py`, where each record gets its own copy of the parameter.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Tapped(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        from .shared import dispatch
+        from .dispatch import dispatch
 
         return dispatch(func, args, kwargs or {})
 
@@ -52,6 +52,14 @@ def plainly(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Call a function without ado: autograd sees a tapped parameter as the leaf that it is."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def is_in_place(func: Callable) -> bool:
+    """Whether a function changes its first argument, by its name."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
+    return name.endswith("_")
 
 
 RESHAPES = frozenset("view reshape flatten squeeze unsqueeze unflatten view_as reshape_as".split())

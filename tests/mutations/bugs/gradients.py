@@ -362,14 +362,25 @@ MUTANTS = (
     ),
     Mutant(
         "copies that meet activations of new shapes are not measured",
-        "gradients/layers/shared.py",
+        "gradients/layers/copied_call.py",
         (("            self.tap.book.attribution.require()", "            pass"),),
         "tests/gradients/test_shared.py::test_one_model_is_never_wrong_at_one_size_after_another[scale, time first]",
     ),
     Mutant(
+        "a call with copies is compared in its values, not in its gradients",
+        "gradients/layers/agreement.py",
+        (
+            (
+                "return placed if same and _same_gradients(pairs, several, single) else None",
+                "return placed if same else None",
+            ),
+        ),
+        "tests/gradients/test_shared.py::test_a_batch_statistic_that_shows_in_gradients_alone_is_refused",
+    ),
+    Mutant(
         "a function of its own takes a value computed of parameters, and its gradient is lost",
         "gradients/layers/shared.py",
-        (('        raise _refusal(self.names, self.tap, "a function of its own takes it")', "        return None"),),
+        (('        raise refusal(self.names, self.tap, "a function of its own takes it")', "        return None"),),
         "tests/gradients/test_refusals.py::test_an_uncovered_use_is_an_error_by_name_and_exact_in_a_batch_of_one[True]",
     ),
     Mutant(
