@@ -87,14 +87,24 @@ def test_a_batch_statistic_above_a_layer_is_refused(functional):
         book.backward(model(torch.randn(4, 6).double()).square().sum(1))
 
 
+class NormOverBatch(nn.Module):
+    """Batch statistics over records and positions, of rows that are all equal."""
+
+    def __init__(self):
+        super().__init__()
+        self.below, self.a = nn.Linear(6, 6), nn.Parameter(torch.randn(2, 6))
+        nn.init.zeros_(self.below.weight)
+
+    def forward(self, x):
+        return F.batch_norm(self.below(x).mT, None, None, self.a[0], self.a[1], training=True).mT
+
+
 def test_a_batch_statistic_that_shows_in_gradients_alone_is_refused():
-    """With equal rows the statistics of one record are those of the batch: values agree, gradients do not."""
+    """With equal rows the statistics of one record are those of the batch: the values agree, the gradients do not."""
     torch.manual_seed(0)
-    model = BatchStatistic(functional=True).double()
-    with torch.no_grad():
-        model.below.weight.zero_()
+    model, x = NormOverBatch().double(), torch.randn(4, 3, 6).double()
     with pytest.raises(UncoveredError), BookKeeper(model) as book:
-        book.backward(model(torch.randn(4, 6).double()).square().sum(1))
+        book.backward((model(x) * torch.randn(4, 3, 6)).sum((1, 2)))
 
 
 @pytest.mark.parametrize("name", ["scale, time first", "mean", "softmax", "distances (T, T)", "matrix"])
