@@ -197,3 +197,25 @@ def test_copies_of_a_weight_are_announced_once(caplog):
                 book.backward(model(torch.randn(3, 6)).square().sum(1))
     assert [r.getMessage() for r in caplog.records if "copy" in r.getMessage()][0].startswith("`1.weight`: no rule")
     assert len(caplog.records) == 1
+
+
+class Tiles(nn.Module):
+    """Several images for each record, pooled by one learned query; a table that a layer changes in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.table = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(3, 4))
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.bias = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
+
+    def forward(self, x):
+        tiles = (x + self.bias(self.table)).flatten(0, 1)
+        return self.attention(self.query.repeat(len(tiles), 1, 1), tiles, tiles)[0].unflatten(0, (len(x), -1))
+
+
+def test_attention_with_a_query_that_tiles_share_and_changes_in_place_are_exact():
+    torch.manual_seed(0)
+    model = Tiles().double()
+    for batch_size in (1, 4, 3):
+        batch = {"x": torch.randn(batch_size, 2, 3, 4).double()}
+        assert_exact(model, lambda model, batch: model(batch["x"]).square().sum((1, 2, 3)), batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,23 +11,22 @@ from torch.utils._pytree import tree_leaves
 
 from .attribution import UncoveredError
 from .shared import Shared
-from .tapped import is_in_place
+
+if TYPE_CHECKING:
+    from .copied_call import CopiedCall
 
 RANDOM = frozenset("dropout dropout1d dropout2d dropout3d alpha_dropout bernoulli rand_like randn_like".split())
 
 
-def agreement(
-    func: Callable, call: Callable, leaves: list[Any], records: int, run: Callable, for_all: bool
-) -> list[int | None] | None:
-    """The records' axis in each result of `run(leaves)`, if results and gradients are those of `call`; None otherwise.
+def agreement(copied_call: CopiedCall, run: Callable, for_all: bool) -> list[int | None] | None:
+    """The records' axis in each result of `run(leaves)` if results and gradients are those of the call, else None.
 
-    `call` takes the arguments without copies, `run` those with them. With `for_all`, each record's result must be that
-    of the call.
+    `run` takes the arguments with copies. With `for_all`, each record's result must be that of the call.
     """
+    leaves, records, call, in_place = copied_call.leaves, copied_call.records, copied_call.call, copied_call.in_place
     if any(isinstance(x, Tensor) and x.is_meta for x in leaves):
         with torch.random.fork_rng():
             return _placed(run(leaves), call(_one(leaves)), records, for_all)
-    in_place = is_in_place(func)
     several, single = ([_leaf(x, one) for x in leaves] for one in (False, True))
     # Gradient checkpointing counts what is saved: this is not for it.
     keep = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
@@ -53,7 +52,7 @@ def agreement(
             back = [restored(x, a) for x, a in zip(tree_leaves(found), placed, strict=True)]
             pairs = [(x, y) for x, y in zip(back, tree_leaves(wanted), strict=True) if isinstance(x, Tensor)]
             same = all(_close(x, y) for x, y in pairs)
-        if getattr(func, "__name__", "") in RANDOM:
+        if getattr(copied_call.func, "__name__", "") in RANDOM:
             return placed
         return placed if same and _same_gradients(pairs, several, single) else None
 

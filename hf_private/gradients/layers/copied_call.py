@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -25,6 +26,7 @@ PRODUCTS = frozenset(
     "linear matmul mm bmm baddbmm __matmul__ __rmatmul__ einsum conv1d conv2d conv3d conv_transpose1d "
     "conv_transpose2d lstm gru multi_head_attention_forward addmm tensordot grouped_mm".split()
 )
+FAILURES = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)  # of a function that cannot run in parts
 SIZED = ("expand", "repeat", "broadcast_to", "tile")  # `cls_token.expand(len(x), -1, -1)`
 
 
@@ -33,7 +35,7 @@ def with_copies(func: Callable, args: tuple, kwargs: dict) -> Any:
     leaves, spec = tree_flatten((args, kwargs))
     leaves = [Shared.of(x) if isinstance(x, Tapped) else x for x in leaves]
     shared = [x for x in leaves if isinstance(x, Shared)]
-    call = CopiedCall(func, spec, leaves, shared)
+    call = CopiedCall(func, spec, leaves, shared, is_in_place(func, kwargs))
     if getattr(func, "__name__", "") in PRODUCTS:
         call.tap.book.copied |= call.names
     if func.__class__.__name__ == "method-wrapper" and func.__name__ == "__get__":
@@ -51,10 +53,11 @@ def with_copies(func: Callable, args: tuple, kwargs: dict) -> Any:
 class CopiedCall:
     """A function and its arguments, of which `shared` have a copy for each record."""
 
-    def __init__(self, func: Callable, spec: Any, leaves: list[Any], shared: list[Shared]) -> None:
+    def __init__(self, func: Callable, spec: Any, leaves: list[Any], shared: list[Shared], in_place: bool) -> None:
         self.func, self.spec, self.leaves, self.shared = func, spec, leaves, shared
         self.tap, self.names = shared[0].tap, frozenset().union(*(s.entries for s in shared))
         self.new = any(s.fresh for s in shared)
+        self.in_place = in_place
         self.records, self.rows = self.tap.batch_size, self.tap.num_rows
 
     def refuse(self, why: str) -> UncoveredError:
@@ -65,6 +68,8 @@ class CopiedCall:
         x = self.leaves[index]
         if x.dim() == 0 or x.numel() == 0:
             return []
+        if self.func is F.multi_head_attention_forward and x.dim() == 3:
+            return [1]  # (positions, records, width), by its definition
         lengths = (self.rows, self.tap.leading)
         front = x.shape[0] in lengths and x.dim() > 1
         if x.untyped_storage().data_ptr() in self.tap.book.constants:
@@ -97,20 +102,20 @@ class CopiedCall:
         try:
             if not loop:
                 return torch.vmap(one, in_dims=dims, randomness="different")(*tensors)
-        except (RuntimeError, ValueError) as error:
+        except FAILURES as error:
             if isinstance(error, UncoveredError):
                 raise
         try:  # what vmap does not know: a loop over the records
             results = [one(*(x.select(d, n) for x, d in zip(tensors, dims, strict=True))) for n in range(self.records)]
             return tree_map(lambda *xs: torch.stack(xs) if isinstance(xs[0], Tensor) else xs[0], *results)
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        except FAILURES as error:
             if isinstance(error, UncoveredError):
                 raise
             raise self.refuse(str(error).splitlines()[0]) from error
 
     def run(self) -> Any:
         """A function of what all records share: its result is shared, too."""
-        if is_in_place(self.func) and not isinstance(self.leaves[0], Shared):
+        if self.in_place and not isinstance(self.leaves[0], Shared):
             raise self.refuse("it changes a tensor without the records in front")
         key = self.key()
         known = None if self.new else self.tap.merges.get(key)
@@ -167,7 +172,7 @@ class CopiedCall:
             return self.shared_result(known[1])
         axes, own_rows, loop, placed = known
         result = self.attempt(self.leaves, axes, own_rows, loop)
-        if is_in_place(self.func):
+        if self.in_place:
             return self.leaves[0]
         flat, spec = tree_flatten(result)
         return tree_unflatten([restored(x, axis) for x, axis in zip(flat, placed, strict=True)], spec)
@@ -183,13 +188,13 @@ class CopiedCall:
                     continue
                 if placed is not None:
                     return axes, own_rows, loop, placed
-        if is_in_place(self.func):
+        if self.in_place:
             raise self.refuse("its result changes")
         return self.choose_for_all()
 
     def agrees(self, run: Callable, loop: bool, axes: list[int | None] | None = None) -> list[int | None] | None:
         """Whether `run` gives what the call gives without copies: see `agreement`."""
-        return agreement(self.func, self.call, self.leaves, self.records, lambda x: run(x, loop), axes is None)
+        return agreement(self, lambda x: run(x, loop), axes is None)
 
     def choices(self, plain: list[int]) -> list[tuple[list[int | None], bool]]:
         """What to try: the axis of each argument, and whether of a copy with as many rows the record's own count."""

@@ -45,7 +45,7 @@ def dispatch(func: Callable, args: tuple, kwargs: dict) -> Any:
             return rule(tap, *args, **kwargs)
         except AutogradOnlyError:
             pass
-    if tap.lone or (isinstance(args[0] if args else None, Tapped) and is_in_place(func)):
+    if tap.lone or (isinstance(args[0] if args else None, Tapped) and is_in_place(func, kwargs)):
         return plainly(func, args, kwargs)
     if func in DETACHES:
         return args[0].plain if isinstance(args[0], Tapped) else args[0].copies[0].detach()
@@ -60,8 +60,10 @@ def _rule(func: Callable, args: tuple, kwargs: dict) -> Callable | None:
     from . import EITHER, INPUTS, RULES, TAKE_SHARED
 
     rule = RULES.get(func)
-    if rule is None or rule is attention:  # attention takes parameters in any place
-        return rule
+    if rule is None:
+        return None
+    if rule is attention:  # it takes parameters in any place, and leaves none for the call that it makes itself
+        return rule if any(isinstance(x, Tapped) for x in (*args, *kwargs.values())) else None
     place, takes_shared = INPUTS.get(func, 0), func in TAKE_SHARED
     for index, x in enumerate((*args, *kwargs.values())):
         if isinstance(x, Shared) and not (index == place and takes_shared):

@@ -6,7 +6,7 @@ that torch function, or, if there is none, to `copied_call.py`, where each recor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,12 +54,12 @@ def plainly(func: Callable, args: tuple, kwargs: dict) -> Any:
         return func(*args, **kwargs)
 
 
-def is_in_place(func: Callable) -> bool:
-    """Whether a function changes its first argument, by its name."""
+def is_in_place(func: Callable, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call changes its first argument: by the function's name, or by `inplace=True`."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
-    return name.endswith("_")
+    return name.endswith("_") or bool(kwargs.get("inplace"))
 
 
 RESHAPES = frozenset("view reshape flatten squeeze unsqueeze unflatten view_as reshape_as".split())
