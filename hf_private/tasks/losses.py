@@ -8,15 +8,17 @@ Load-balancing losses of mixture-of-experts models are never added: they couple 
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peft import PeftModel, PeftType
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .heads import IGNORE_INDEX, REMEDY, WHISPER, Head, base_model, head_of
+from .heads import IGNORE_INDEX, REMEDY, Head, base_model, head_of
 from .independence import empty_rows, refuse_adapters, refuse_batch, refuse_model, with_one_token
 from .limits import Limit, limits_of, problems
 
@@ -78,7 +80,7 @@ def token_losses(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
             f"`labels` must have the shape {tuple(logits.shape[:-1])} of the logits, got {tuple(labels.shape)}. "
-            "(Prompt tuning lengthens the logits and is not supported; LoRA is.)"
+            "(Prompt tuning lengthens the logits; it is supported for causal language models.)"
         )
     return _CrossEntropy.apply(_float(logits), labels, label_smoothing)
 
@@ -218,6 +220,7 @@ class PerSampleLoss:
         base = base_model(model)
         refuse_model(base, own_loss=custom is None)
         refuse_adapters(model)
+        self.prompt = prompt_length(model)
         self._options = {"return_dict": True} if self.head or takes(base, "return_dict") else {}
         own = "use_cache" in inspect.signature(base.forward).parameters
         # Classifiers of encoder-decoder models pass their own value on, beside their keywords (T5Gemma).
@@ -285,11 +288,15 @@ class PerSampleLoss:
                 raise ValueError(f"`batch` must hold start_positions and end_positions, got {sorted(labels)}.")
             return labels
         if self.head is Head.CAUSAL_LM and "shift_labels" in labels:
-            return labels["shift_labels"]
+            return F.pad(labels["shift_labels"], (self.prompt, 0), value=IGNORE_INDEX)
         names = [name for name in ("labels", "label", "label_ids") if name in labels]
         if len(names) != 1:
             raise ValueError(f"`batch` must hold `labels` once for {self.head}, got {sorted(labels)}.")
-        return shifted(labels[names[0]]) if self.head is Head.CAUSAL_LM else labels[names[0]]
+        if self.head is not Head.CAUSAL_LM:
+            return labels[names[0]]
+        return shifted(
+            F.pad(labels[names[0]], (self.prompt, 0), value=IGNORE_INDEX) if self.prompt else labels[names[0]]
+        )
 
     def _losses(self, base: nn.Module, outputs: Any, target: Any, inputs: dict[str, Any]) -> Tensor:
         if self.head is Head.QUESTION_ANSWERING:
@@ -318,13 +325,26 @@ def takes(base: nn.Module, name: str) -> bool:
 def _decoder_inputs(base: Any, labels: Tensor, required: bool) -> dict[str, Tensor]:
     """The decoder inputs that the model makes from labels when it gets them."""
     prepare = getattr(base, "prepare_decoder_input_ids_from_labels", None)
-    if prepare is None and any(parent.__name__ == WHISPER for parent in type(base).__mro__):
-        begin = labels.new_full((len(labels), 1), base.config.decoder_start_token_id)
-        moved = torch.cat([begin, labels[:, :-1]], 1)
-        return {"decoder_input_ids": moved.masked_fill(moved == IGNORE_INDEX, base.config.pad_token_id)}
-    if prepare is None and required:
+    if prepare is not None:
+        return {"decoder_input_ids": prepare(labels=labels)}
+    if not required:
+        return {}
+    modules = [sys.modules[parent.__module__] for parent in type(base).__mro__ if parent.__module__ in sys.modules]
+    shift = next((m.shift_tokens_right for m in modules if hasattr(m, "shift_tokens_right")), None)
+    if shift is None or len(inspect.signature(shift).parameters) != 3:
         raise ValueError(
             f"`batch` must hold `decoder_input_ids` for {type(base).__name__}, which has no "
             "`prepare_decoder_input_ids_from_labels`. Let the data collator add them."
         )
-    return {} if prepare is None else {"decoder_input_ids": prepare(labels=labels)}
+    return {"decoder_input_ids": shift(labels, base.config.pad_token_id, base.config.decoder_start_token_id)}
+
+
+def prompt_length(model: nn.Module) -> int:
+    """How many learned tokens PEFT puts in front of each record, and so in front of its logits.
+
+    >>> prompt_length(nn.Linear(2, 2))
+    0
+    """
+    config: Any = getattr(model, "active_peft_config", None) if isinstance(model, PeftModel) else None
+    in_front = getattr(config, "peft_type", None) in (PeftType.PROMPT_TUNING, PeftType.P_TUNING)
+    return config.num_virtual_tokens if in_front else 0

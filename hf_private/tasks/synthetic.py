@@ -228,9 +228,10 @@ def _image_shape(config: Any) -> tuple[int, int, int]:
     """(channels, height, width)"""
     if getattr(config, "pretrained_cfg", None):  # timm
         return tuple(config.pretrained_cfg["input_size"])
-    size = getattr(config, "image_size", None) or IMAGE_SIZE
+    vision = config if hasattr(config, "image_size") else getattr(config, "vision_config", config)  # CLIP, SigLIP
+    size = getattr(vision, "image_size", None) or IMAGE_SIZE
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    return getattr(config, "num_channels", 3), height, width
+    return getattr(vision, "num_channels", 3), height, width
 
 
 def _first(token: int | list[int]) -> int:

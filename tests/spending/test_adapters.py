@@ -1,10 +1,22 @@
-"""Promise 1 for adapters: LoRA, DoRA, IA3 and prefixes are exact, prompts alone only."""
+"""Promise 1 for adapters: exact in batches, or exact alone and refused by name in a batch."""
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from peft import (
+    IA3Config,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    OFTConfig,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+)
 
 from hf_private.gradients.bookkeeper import BookKeeper, trainable
+from hf_private.gradients.layers import UncoveredError
 from tests.support import zoo
 from tests.support.oracle import assert_exact
 
@@ -42,22 +54,54 @@ def test_other_adapters_are_exact(config):
     assert_exact(model, zoo.loss_of(model), zoo.make_batch(model, batch_size=3))
 
 
-def test_prompt_tuning_is_exact_alone_and_refused_in_a_batch():
-    """PEFT looks its prompt up once and repeats it, so the records' gradients are gone before any rule sees them."""
-    model, _ = zoo.build("bert")
-    model = get_peft_model(model, PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=3)).double().eval()
-    loss = zoo.loss_of(model)
-    assert_exact(model, loss, zoo.make_batch(model, batch_size=1))
-    with pytest.raises(RuntimeError) as caught, BookKeeper(model) as book:
-        book.backward(loss(model, zoo.make_batch(model, batch_size=3)))
-    assert "`prompt_encoder.default.embedding`" in caught.value.__notes__[0]
+PROMPT = dict(num_virtual_tokens=3, encoder_hidden_size=8)
+NAMES = {"bert": ["query", "value"], "llama": ["q_proj", "down_proj"]}
 
 
-def test_dora_is_exact():
-    model, _ = zoo.build("bert")
-    model = get_peft_model(model, LoraConfig(r=2, target_modules=["query"], use_dora=True)).double().eval()
+@pytest.mark.parametrize("kind", ["dora", "vera", "lokr", "prompt", "p-tuning", "p-tuning with an LSTM"])
+@pytest.mark.parametrize("name", NAMES)
+def test_adapters_that_compute_their_weights_are_exact_in_batches(name, kind):
+    task, names = ("SEQ_CLS" if name == "bert" else "CAUSAL_LM"), NAMES[name]
+    config = {
+        "dora": LoraConfig(r=2, target_modules=names, use_dora=True),
+        "vera": VeraConfig(r=2, target_modules=names),
+        "lokr": LoKrConfig(r=2, target_modules=names),
+        "prompt": PromptTuningConfig(task_type=task, num_virtual_tokens=3),
+        "p-tuning": PromptEncoderConfig(task_type=task, **PROMPT),
+        "p-tuning with an LSTM": PromptEncoderConfig(task_type=task, encoder_reparameterization_type="LSTM", **PROMPT),
+    }[kind]
+    model = get_peft_model(zoo.make(name), config).double().eval()
     for p in trainable(model).values():
         p.data.add_(0.1 * torch.randn_like(p))
     loss = zoo.loss_of(model)
-    for size in (1, 3):
-        assert_exact(model, loss, zoo.make_batch(model, batch_size=size))
+    for size, length in ((1, 7), (4, 8), (3, 7)):
+        assert_exact(model, loss, zoo.make_batch(model, size, length))
+
+
+@pytest.mark.parametrize("kind", ["oft", "loha"])
+def test_adapters_with_functions_of_their_own_are_exact_alone_and_refused_by_name_in_a_batch(kind):
+    """OFT writes its weights into an empty matrix; LoHa has a gradient of its own."""
+    names = NAMES["llama"]
+    config = (
+        OFTConfig(r=0, oft_block_size=4, target_modules=names)
+        if kind == "oft"
+        else LoHaConfig(r=2, target_modules=names)
+    )
+    model = get_peft_model(zoo.make("llama"), config).double().eval()
+    for p in trainable(model).values():
+        p.data.add_(0.1 * torch.randn_like(p))
+    loss = zoo.loss_of(model)
+    assert_exact(model, loss, zoo.make_batch(model, batch_size=1))
+    with (
+        pytest.raises(
+            UncoveredError, match=r"^`base_model.*(oft_R|hada_w1_a).*used in a way that no rule covers.*Remedy"
+        ),
+        BookKeeper(model) as book,
+    ):
+        book.backward(loss(model, zoo.make_batch(model, batch_size=3)))
+
+
+def test_the_loss_behind_a_prompt_is_that_of_peft():
+    model = get_peft_model(zoo.make("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    batch = zoo.make_batch(model.double(), batch_size=1)
+    torch.testing.assert_close(zoo.loss_of(model)(model, batch)[0].float(), model(**batch).loss.float())

@@ -196,8 +196,8 @@ def test_increasing_position_ids_are_accepted() -> None:
 
 
 def test_prompt_tuning_is_refused_where_it_lengthens_the_logits() -> None:
-    tuning = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    model = get_peft_model(make("gpt2"), tuning)
+    tuning = PromptTuningConfig(task_type="TOKEN_CLS", num_virtual_tokens=2)
+    model = get_peft_model(make("bert-token"), tuning)
     with pytest.raises(ValueError, match=r"`labels`.*\(4, 9\).*got \(4, 7\)"):
         PerSampleLoss(model)(model, make_batch(model, B))
 

@@ -51,7 +51,7 @@ def embedding(
         )
     name = tap.name(weight)
     # Ids without records, as of positions: autograd would sum over the batch before the rule sees the gradient.
-    if tap.batch_size > 1 and not tap.book.sharded and _is_shared(tap, input):
+    if tap.batch_size > 1 and not tap.book.sharded and (is_prompt(tap.path) or _is_shared(tap, input)):
         ids = input.unsqueeze(0).expand(tap.batch_size, *input.shape)
         new = tap.announce((name,), ids.shape)
         rows = _Embedding.apply(tap.graph_root, ids, tap.detached(weight), padding_idx, tap, name)
@@ -61,6 +61,11 @@ def embedding(
         tap.book.expanded.add(tap.path)
     tap.announce((name,), input.shape)
     return _Embedding.apply(tap.graph_root, input, tap.detached(weight), padding_idx, tap, name)
+
+
+def is_prompt(path: str) -> bool:
+    """Whether a module is a prompt of PEFT, which is looked up once and then repeated for each row of the batch."""
+    return "prompt_encoder" in path.split(".")
 
 
 def _is_shared(tap: Tap, index: Tensor) -> bool:
