@@ -21,6 +21,7 @@ from .comparison import SAME_LOSS, Batch, Comparison, Loss, Run, SelfCheckError
 from .layers.tap import FREEZE, REMEDY
 from .persample import Dense, widen
 from .tensors import unsharded
+from .ties import Choices
 from .undisturbed import seed_all, tolerance, undisturbed, wide
 
 __all__ = ["Loss", "SelfCheckError", "self_check", "tolerance"]
@@ -30,6 +31,7 @@ RECORDS = 7
 COMPANY = 3  # records in a batch with another first record
 SHORT = 5  # their length in training mode
 GRADIENT_SEEDS = 2
+CHOICE_SEEDS = 4  # batches in which models that choose by scores are looked at
 LOSS_SEEDS = 8  # a coupling that happens in 3 of 10 forward passes is missed with probability 0.7^10 = 3 %
 
 
@@ -66,7 +68,10 @@ def self_check(
         _check_state(model, per_sample_loss, _rows(batch, [0]))
         model.eval()
         _check_deterministic(check, _rows(batch, [0]))
-        whole = _check_against_autograd(check, batch)
+        choices = Choices()
+        whole = _check_against_autograd(check, batch, choices)
+        if choices.made and records_meet:
+            _check_choices(check, make_batch)
         closely = _telling(batch)
         for n in range(size):
             _check_alone(check, _rows(batch, [n]), whole.rows(slice(n, n + 1)), gradients=n in closely)
@@ -162,14 +167,15 @@ def _check_deterministic(check: Comparison, batch: Batch) -> None:
         )
 
 
-def _check_against_autograd(check: Comparison, batch: Batch) -> Run:
+def _check_against_autograd(check: Comparison, batch: Batch, choices: Choices | None = None) -> Run:
     """Compare the engine's weighted sum over all records with autograd's gradient, and a norm with the sum.
 
     Every record has a weight of its own: the plain sum would not change if gradients went to the wrong records. The
     norm that clipping uses is computed in another way than the sum, so it is compared with the sum of one record.
+    `choices` sees the plain forward pass.
     """
     model, loss = check.model, check.loss
-    wanted = _plain(model, loss, batch)
+    wanted = _plain(model, loss, batch, choices or Choices())
     distance: dict[str, Tensor] = {}
     length: dict[str, Tensor] = {}
     norms: dict[str, Tensor] = {}
@@ -212,7 +218,7 @@ def _refuse_wrong(what: str, distance: dict[str, Tensor], length: dict[str, Tens
         raise SelfCheckError(f"{_list(wrong)}: {what}. Remedy: {REMEDY}.")
 
 
-def _plain(model: nn.Module, loss: Loss, batch: Batch) -> dict[str, Tensor | None]:
+def _plain(model: nn.Module, loss: Loss, batch: Batch, choices: Choices) -> dict[str, Tensor | None]:
     """Autograd's gradient of the weighted losses by parameter, None where it does not reach.
 
     Under FSDP2 in shards, for equal batches.
@@ -223,7 +229,8 @@ def _plain(model: nn.Module, loss: Loss, batch: Batch) -> dict[str, Tensor | Non
         for p in parameters.values():
             p.grad = None
         seed_all(0)
-        losses = loss(model, batch)
+        with choices:
+            losses = loss(model, batch)
         (losses * _weights(losses)).sum().backward()  # not autograd.grad, which cannot reach FSDP2's shards
         return {name: p.grad for name, p in parameters.items()}
     finally:
@@ -257,6 +264,31 @@ def _check_alone(check: Comparison, record: Batch, inside: Run, gradients: bool)
     except SelfCheckError:
         check.same("alone", inside, check.run(record))
         raise
+
+
+def _check_choices(check: Comparison, make_batch: Callable[..., Batch]) -> None:
+    """Which of equal scores `topk` takes must not matter: torch decides it by the length of the padded row.
+
+    Ties may be rare, so more records are looked at than elsewhere.
+    """
+    for seed in range(CHOICE_SEEDS):
+        batch = make_batch(RECORDS, LENGTH, torch.Generator().manual_seed(seed))
+        with Choices() as choices:
+            check.losses(batch, 0)
+        if not choices.tied:
+            continue
+        runs = []
+        for preferred in ("first", "last"):
+            with Choices(preferred):
+                runs.append(check.run(batch))
+        try:
+            check.same("", *runs)
+        except SelfCheckError:
+            raise SelfCheckError(
+                "Records are not independent: the model chooses among equal scores (`topk` or `sort`), and its gradients"
+                " depend on which it takes. torch takes them by the length of the row, so a longer neighbour, which"
+                " brings padding, changes a record. Remedy: `per_device_train_batch_size=1`, or another model."
+            ) from None
 
 
 def _exchanged(batch: Batch, other: Batch) -> dict[str, Tensor]:

@@ -231,12 +231,3 @@ def test_a_classifier_that_passes_on_its_own_use_of_a_cache_is_not_told_twice() 
     model = hf.T5GemmaForSequenceClassification(hf.T5GemmaConfig(encoder=part, decoder=part, num_labels=2))
     batch = {"input_ids": torch.randint(5, 40, (2, 5)), "labels": torch.tensor([0, 1])}
     assert PerSampleLoss(model)(model, batch).shape == (2,)
-
-
-def test_mixtures_of_experts_whose_routing_couples_records_are_refused():
-    config = hf.PhimoeConfig(
-        vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, num_local_experts=2,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="^`model` .*PhimoeForCausalLM"):
-        PerSampleLoss(hf.PhimoeForCausalLM(config))

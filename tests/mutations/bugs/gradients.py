@@ -417,4 +417,16 @@ MUTANTS = (
         ),
         "tests/gradients/test_shared.py::test_slices_that_overlap_add_up_before_the_norm",
     ),
+    Mutant(
+        "the self-check does not look at choices among equal scores",
+        "gradients/selfcheck.py",
+        (("if choices.made and records_meet:", "if False:"),),
+        "tests/gradients/test_ties.py::test_sparse_attention_whose_scores_are_often_zero_is_refused",
+    ),
+    Mutant(
+        "both choices among equal scores are the same one",
+        "gradients/ties.py",
+        (('last=self.prefer == "last"', "last=False"),),
+        "tests/gradients/test_ties.py::test_a_choice_among_equal_scores_is_refused",
+    ),
 )
