@@ -101,12 +101,14 @@ class Measurement(TrainerCallback):
         self.sets = sets
         self.trainer: DPTrainer | None = None
         self.ratios: dict[str, float] = {}
+        self.random = False  # whether two passes in training mode differ
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self.trainer is not None and self.trainer.model is not None
         for kind, records in self.sets.items():
             everything, again = self.sums(records), self.sums(records, seed=1)
             if any(not torch.equal(everything[block], again[block]) for block in everything):
+                self.random = True
                 self.trainer.model.eval()
                 everything = self.sums(records)
             for left_out in (0, 1, RECORDS - 1):
@@ -222,8 +224,8 @@ class ZooTrainer(DPTrainer):
         return with_decoder_inputs(self.model, super().public_batch(*args, **kwargs))
 
 
-def ratios(model: nn.Module, sets: dict[str, list[dict[str, Tensor]]], bf16: bool, folder: str) -> dict[str, float]:
-    """The sensitivity on each set of records, in units of the clip norm."""
+def ratios(model: nn.Module, sets: dict[str, list[dict[str, Tensor]]], bf16: bool, folder: str) -> dict[str, Any]:
+    """The sensitivity on each set of records, in units of the clip norm, and whether it is that of evaluation mode."""
     args = TrainingArguments(
         folder,
         max_steps=1,
@@ -247,7 +249,7 @@ def ratios(model: nn.Module, sets: dict[str, list[dict[str, Tensor]]], bf16: boo
     )
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         callback.trainer.train()
-    return callback.ratios
+    return {**callback.ratios, **({"mode": "evaluation"} if callback.random else {})}
 
 
 def _short(error: Exception) -> str:
@@ -273,7 +275,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines += ["", "| type | head | precision | result | sensitivity, or why not |", "| --- | --- | --- | --- | --- |"]
     for row in sorted(rows, key=lambda row: (row["type"], row["head"], row["precision"])):
         ratio = max(row.get("varied", 0.0), row.get("near equal", 0.0))
-        said = f"{ratio:.4f}" if row["result"] in ("accepted", "coupled") else row["why"].replace("|", "/")
+        figure = f"{ratio:.4f}" + (" (evaluation mode)" if "mode" in row else "")
+        said = figure if row["result"] in ("accepted", "coupled") else row["why"].replace("|", "/")
         lines.append(f"| {row['type']} | {row['head']} | {row['precision']} | {row['result']} | {said} |")
     return "\n".join(lines) + "\n"
 

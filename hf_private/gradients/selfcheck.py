@@ -285,8 +285,8 @@ def _check_choices(check: Comparison, make_batch: Callable[..., Batch]) -> None:
             check.same("", *runs)
         except SelfCheckError:
             raise SelfCheckError(
-                "Records are not independent: the model chooses among equal scores (`topk` or `sort`), and its gradients"
-                " depend on which it takes. torch takes them by the length of the row, so a longer neighbour, which"
+                "Records are not independent: the model chooses among equal scores (`topk` or `sort`), and its"
+                " gradients depend on which it takes. torch takes them by the length of the row, so a longer neighbour, which"
                 " brings padding, changes a record. Remedy: `per_device_train_batch_size=1`, or another model."
             ) from None
 

@@ -59,7 +59,7 @@ def test_choices_that_do_not_matter_pass(how: str) -> None:
     assert "exact" in check(Indexed(how))
 
 
-def tiny(name: str, **sizes: int) -> nn.Module:
+def tiny(name: str, **sizes: float) -> nn.Module:
     config = getattr(hf, f"{name}Config")(
         hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2, vocab_size=101,
         num_attention_heads=4, pad_token_id=0, bos_token_id=1, eos_token_id=2, attn_implementation="eager", **sizes,
@@ -83,7 +83,7 @@ def test_sparse_attention_whose_scores_are_often_zero_is_refused() -> None:
 
 def test_a_router_that_samples_its_experts_passes() -> None:
     """Each token has random numbers of its own, whatever the other records are."""
-    model = tiny("Phimoe", num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=9)
+    model = tiny("Phimoe", num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=9.0)
     model.train()
     loss, batch = PerSampleLoss(model), synthetic_batch(model, 3, 5)
     losses = [loss(model, batch) for _ in range(2)]
