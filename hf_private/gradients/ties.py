@@ -1,11 +1,11 @@
 """Choices among equal scores: `topk` and `sort` leave open which of equal numbers come first.
 
-What torch takes depends on the length of the row, and so on the padding that a longer neighbour brings: an indexer of
-sparse attention whose scores are often exactly 0 then attends to other tokens. `equals_first` and `equals_last` decide
-it, so that the self-check can see whether it matters.
+What torch takes depends on the length of the row. Where a row has a score for each token, that is the padding that a
+longer neighbour brings: an indexer of sparse attention whose scores are often exactly 0 then attends to other tokens.
+`Choices` decides it either way, so that the self-check can see whether it matters.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -16,22 +16,23 @@ TOPK, SORT, STABLE_SORT = torch.ops.aten.topk.default, torch.ops.aten.sort.defau
 
 
 class Choices(TorchDispatchMode):
-    """Whether `topk` or `sort` was called, and met equal scores; with `prefer`, it takes those in front or behind.
+    """Watches `topk` and `sort`; with `prefer`, they take equal scores in front, or behind.
+
+    Rows whose length is in `fixed` (a router's scores for its experts) stay as they are.
 
     >>> scores = torch.tensor([2.0, 0.0, 0.0])
     >>> with Choices("first") as first, Choices("last"):
     ...     scores.topk(2).indices.tolist()
     [0, 2]
     >>> with first:
-    ...     scores.topk(2).indices.tolist(), first.tied
-    ([0, 1], True)
+    ...     scores.topk(2).indices.tolist(), first.lengths
+    ([0, 1], {3})
     """
 
-    def __init__(self, prefer: str | None = None) -> None:
+    def __init__(self, prefer: str | None = None, fixed: Collection[int] = ()) -> None:
         super().__init__()
-        self.prefer = prefer
-        self.made = False  # a choice
-        self.tied = False  # among equal scores
+        self.prefer, self.fixed = prefer, fixed
+        self.lengths: set[int] = set()  # of the rows that something was chosen from
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -43,12 +44,12 @@ class Choices(TorchDispatchMode):
         if not x.dim() or not x.shape[dim]:
             return func(*args, **kwargs)
         descending = given.get("largest", True) if func is TOPK else given.get("descending", False)
-        self.made = True
-        values, indices = ordered(x, dim, descending, last=self.prefer == "last")
-        self.tied |= bool((values.narrow(dim, 1, x.shape[dim] - 1) == values.narrow(dim, 0, x.shape[dim] - 1)).any())
-        if self.prefer is None:
+        length = x.shape[dim]
+        self.lengths.add(length)
+        if self.prefer is None or length in self.fixed:
             return func(*args, **kwargs)
-        kept = given.get("k", x.shape[dim])
+        values, indices = ordered(x, dim, descending, last=self.prefer == "last")
+        kept = given.get("k", length)
         return values.narrow(dim, 0, kept).contiguous(), indices.narrow(dim, 0, kept).contiguous()
 
 

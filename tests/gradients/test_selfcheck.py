@@ -284,7 +284,7 @@ def test_a_coupling_that_shows_at_some_lengths_only_is_seen():
     torch.manual_seed(0)
     sizes = dict(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
     model = hf.DogeForCausalLM(hf.DogeConfig(**sizes, keep_window_size=4, pad_token_id=0))
-    with pytest.raises(SelfCheckError, match="without padding"):
+    with pytest.raises(SelfCheckError, match="equal scores"):
         check(model)
 
 
@@ -468,7 +468,7 @@ def test_passes_are_counted():
     check(model, counted)
     backward = sum(records for records, grad in passes if grad)
     forward = sum(records for records, grad in passes if not grad)
-    assert (backward, forward) == (33, 54)
+    assert (backward, forward) == (27, 60)
 
 
 def test_it_says_that_it_runs(capsys):

@@ -269,10 +269,7 @@ MUTANTS = (
     Mutant(
         "one seed is tried in training mode",
         "gradients/selfcheck.py",
-        (
-            ("range(GRADIENT_SEEDS, GRADIENT_SEEDS + LOSS_SEEDS)", "range(0)"),
-            ("GRADIENT_SEEDS = 2", "GRADIENT_SEEDS = 1"),
-        ),
+        (("range(GRADIENT_SEEDS, GRADIENT_SEEDS + LOSS_SEEDS)", "range(0)"),),
         "tests/gradients/test_selfcheck.py::test_models_that_couple_records_are_refused",
     ),
     Mutant(
@@ -420,7 +417,7 @@ MUTANTS = (
     Mutant(
         "the self-check does not look at choices among equal scores",
         "gradients/selfcheck.py",
-        (("if choices.made and records_meet:", "if False:"),),
+        (("if lengths <= shorter.lengths:", "if True:"),),
         "tests/gradients/test_ties.py::test_sparse_attention_whose_scores_are_often_zero_is_refused",
     ),
     Mutant(
@@ -428,5 +425,14 @@ MUTANTS = (
         "gradients/ties.py",
         (('last=self.prefer == "last"', "last=False"),),
         "tests/gradients/test_ties.py::test_a_choice_among_equal_scores_is_refused",
+    ),
+    Mutant(
+        "choices among a router's experts count as choices among tokens",
+        "gradients/selfcheck.py",
+        (
+            ("with Choices(preferred, fixed=shorter.lengths):", "with Choices(preferred):"),
+            ("if lengths <= shorter.lengths:", "if not lengths:"),
+        ),
+        "tests/gradients/test_ties.py::test_a_router_whose_experts_score_alike_passes",
     ),
 )
