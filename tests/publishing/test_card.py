@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import jsonschema
 import pytest
 from huggingface_hub import ModelCard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
@@ -306,27 +306,7 @@ def test_a_phase_does_not_hide_what_an_earlier_one_had_to_admit(earlier: str) ->
     assert "not cryptographic" not in " ".join(build_statement(facts(), {})["caveats"])
 
 
-# ---- our reader of JSON Schema says what jsonschema says
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_schema_reader_agrees_with_jsonschema(data: st.DataObject) -> None:
-    broken = json.loads(json.dumps(BUILT))
-    node, path = broken, []
-    while isinstance(node, dict | list) and node:
-        key = data.draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))
-        path.append(key)
-        parent, node = node, node[key]
-        if data.draw(st.booleans()):
-            break
-    edit = data.draw(st.sampled_from([None, True, -1, 0.5, 2, "inf", "x", [], {}, "remove"]))
-    if edit == "remove":
-        del parent[key]
-    else:
-        parent[key] = edit
-    valid = jsonschema.Draft202012Validator(schema()).is_valid(broken)
-    assert (not list(violations(broken, schema()))) is valid, path
+# ---- the schema
 
 
 BUILT = build_statement(facts(), {"model.safetensors": "0" * 64})
