@@ -80,13 +80,8 @@ def rdp_epsilon(settings: Settings, delta: float) -> float:
     return rdp_to_epsilon(composed_rdp(settings), delta)
 
 
-def rdp_delta(settings: Settings, epsilon: float) -> float:
-    """Upper bound of delta by RDP: the same conversion, solved for delta."""
-    return float(rdp_to_delta(composed_rdp(settings), np.array([epsilon]))[0])
-
-
 def rdp_to_delta(curve: np.ndarray, epsilons: np.ndarray) -> np.ndarray:
-    """Upper bound of delta at each epsilon, shape (epsilons,), from an RDP curve at `ORDERS`."""
+    """Upper bound of delta at each epsilon, shape (epsilons,): the same conversion, solved for delta."""
     with np.errstate(invalid="ignore"):
         logs = (ORDERS - 1) * (curve - epsilons[:, None] + np.log1p(-1 / ORDERS)) - np.log(ORDERS)
     return np.exp(np.minimum(0.0, logs.min(axis=1)))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 from scipy.optimize import root_scalar
 
 from hf_private._validate import integer_at_least, non_negative, one_of, positive, probability
@@ -179,7 +180,8 @@ def delta_curve(events: Iterable[Event], epsilons: Iterable[float]) -> list[tupl
         distribution = accountants.loss_distribution(settings)
         return [(eps, float(distribution.get_delta_for_epsilon(eps))) for eps in epsilons]
     except accountants.FAILURES:
-        return [(eps, accountants.rdp_delta(settings, eps)) for eps in epsilons]
+        deltas = accountants.rdp_to_delta(accountants.composed_rdp(settings), np.array(epsilons))
+        return list(zip(epsilons, map(float, deltas), strict=True))
 
 
 def calibrate(

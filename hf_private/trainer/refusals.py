@@ -1,7 +1,7 @@
 """Trainer settings that a private run refuses, each with its reason and a remedy."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
@@ -161,6 +161,13 @@ def _launched() -> Iterator[str]:
         )
 
 
+def refused_settings(args: Any, table: Iterable[Refusal]) -> Iterator[str]:
+    """Why settings cannot be private: one line for each row of the table that applies."""
+    for name, applies, reason, remedy in table:
+        if applies(args):
+            yield f"`{name}` = {getattr(args, name)!r} cannot be combined with privacy: {reason}. {remedy}"
+
+
 def refusals(
     args: TrainingArguments,
     *,
@@ -170,9 +177,7 @@ def refusals(
     custom_compute_loss: bool = False,
 ) -> Iterator[str]:
     """Why this Trainer cannot run privately: one line per setting, with its reason and a remedy."""
-    for name, applies, reason, remedy in REFUSED_ARGS:
-        if applies(args):
-            yield f"`{name}` = {getattr(args, name)!r} cannot be combined with privacy: {reason}. {remedy}"
+    yield from refused_settings(args, REFUSED_ARGS)
     yield from _launched()
     if compute_loss_func is not None or custom_compute_loss:
         yield (

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hf_private.trainer.refusals import REFUSED_ARGS, Refusal
+from hf_private.trainer.refusals import REFUSED_ARGS, Refusal, refused_settings
 
 SHARED: tuple[Refusal, ...] = (
     *(refusal for refusal in REFUSED_ARGS if refusal.name in ("packing", "padding_free", "use_liger_kernel")),
@@ -31,11 +31,7 @@ IMAGES = ("image", "images")
 
 def refuse_settings(args: Any, refusals: Iterable[Refusal]) -> None:
     """Raise for the first settings that cannot be private, before the dataset is packed or the model is changed."""
-    found = [
-        f"`{name}` = {getattr(args, name)!r} cannot be combined with privacy: {reason}. {remedy}"
-        for name, applies, reason, remedy in refusals
-        if applies(args)
-    ]
+    found = list(refused_settings(args, refusals))
     if found:
         raise ValueError("\n".join(found))
 
