@@ -104,6 +104,11 @@ def loss_distribution(settings: Settings, records: int = 1, coarse: int = 1) -> 
     interval = max(min(coarse * interval, 1e-2), 2 * reach / MAX_POINTS)
     if not interval <= 1e-2:
         raise AccountantError(f"needs a grid that reaches {reach:.3g}")
+    return composed_losses(settings, records, interval)
+
+
+def composed_losses(settings: Settings, records: int, interval: float) -> pld.PrivacyLossDistribution:
+    """The same on a given grid, of multiples of `interval`."""
     composed = pld.identity(value_discretization_interval=interval)
     for q, sigma, n in settings:
         if q == 1 and records == 1:  # n Gaussian releases are exactly one release with less noise
@@ -127,17 +132,11 @@ def _one_step(q: float, sigma: float, interval: float, records: int) -> pld.Priv
 
 
 def pld_losses(settings: Settings, records: int = 1, coarse: int = 1) -> tuple[Losses, Losses]:
-    """The composed losses of removing and of adding a person's records."""
-    return _both_directions(loss_distribution(settings, records, coarse))
+    """The composed losses of removing and of adding a person's records.
 
-
-def one_step_losses(q: float, sigma: float, interval: float, records: int = 1) -> tuple[Losses, Losses]:
-    """The same for one step, at multiples of `interval`."""
-    return _both_directions(_one_step(q, sigma, interval, records))
-
-
-def _both_directions(distribution: pld.PrivacyLossDistribution) -> tuple[Losses, Losses]:
-    """dp-accounting keeps them to itself: its public answer is the larger delta of both, one epsilon at a time."""
+    dp-accounting keeps them to itself: its public answer is the larger delta of both, one epsilon at a time.
+    """
+    distribution = loss_distribution(settings, records, coarse)
     remove, add = (pmf.to_dense_pmf() for pmf in (distribution._pmf_remove, distribution._pmf_add))
     return _losses(remove), _losses(add)
 

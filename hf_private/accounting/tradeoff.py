@@ -32,35 +32,12 @@ def hockey_stick(losses: np.ndarray, probabilities: np.ndarray, infinite: float,
     >>> hockey_stick(np.array([-1.0, 1.0]), np.array([0.25, 0.75]), 0.0, np.array([0.0])).round(6).tolist()
     [0.47409]
     """
-    upper, lower = _tail_sums(losses, probabilities)
-    beyond = np.searchsorted(losses, epsilons, side="right")
-    return infinite + upper[beyond] - np.exp(epsilons) * lower[beyond] + ROUNDING
-
-
-def epsilon_at(losses: np.ndarray, probabilities: np.ndarray, infinite: float, delta: float) -> float:
-    """Smallest epsilon >= 0 whose `hockey_stick` is at most `delta`; infinity if there is none.
-
-    >>> losses, probabilities = np.array([-1.0, 1.0]), np.array([0.25, 0.75])
-    >>> eps = epsilon_at(losses, probabilities, 0.0, delta=0.3)
-    >>> round(eps, 6), hockey_stick(losses, probabilities, 0.0, np.array([eps])).round(6).tolist()
-    (0.489174, [0.3])
-    """
-    upper, lower = _tail_sums(losses, probabilities)
-    excess = infinite + ROUNDING + upper - delta  # over e^eps lower, between two losses
-    reached = np.flatnonzero(excess[1:] <= np.exp(np.minimum(losses, LARGEST)) * lower[1:])
-    if not len(reached):
-        return math.inf
-    first = int(reached[0])
-    return max(0.0, math.log(excess[first] / lower[first])) if excess[first] > 0 else 0.0
-
-
-def _tail_sums(losses: np.ndarray, probabilities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sums of probabilities, and of e^-loss times them, from each loss on and beyond the last: (points + 1,)."""
     probabilities = np.maximum(probabilities, 0)
     weighted = probabilities * np.exp(-np.minimum(losses, LARGEST))
-    # the smallest terms first
+    # sums from each loss on and beyond the last, (points + 1,): the smallest terms first
     upper, lower = (np.append(np.cumsum(terms[::-1])[::-1], 0) for terms in (probabilities, weighted))
-    return upper, lower
+    beyond = np.searchsorted(losses, epsilons, side="right")
+    return infinite + upper[beyond] - np.exp(epsilons) * lower[beyond] + ROUNDING
 
 
 def gaussian_profile(mu: float, epsilons: np.ndarray, tests: np.ndarray | None = None) -> np.ndarray:
