@@ -125,18 +125,6 @@ def epsilon(
     return EpsilonReport(delta, value, accountant, width, delta / 1000, bounds, "; ".join(notes))
 
 
-def epsilon_of(
-    events: Iterable[Event], delta: float, accountant: str = "prv", eps_error: float | None = None
-) -> float:
-    """Upper bound of epsilon by one accountant alone (by the others if it fails).
-
-    >>> round(epsilon_of([Event(1.0, (50.0,), steps=100)], 1e-5, "pld"), 4)
-    0.7255
-    """
-    _check(delta, accountant, eps_error)
-    return _upper(accountant, settings_of(events), delta, eps_error)
-
-
 def enforced_epsilon(
     events: Iterable[Event], delta: float, accountant: str = "prv", records_per_unit: int = 1
 ) -> float:
@@ -150,19 +138,6 @@ def enforced_epsilon(
     integer_at_least(1, records_per_unit=records_per_unit)
     settings = settings_of(events)
     return max(_upper(n, settings, delta, records=records_per_unit) for n in _enforced(accountant, records_per_unit))
-
-
-def group_epsilon(events: Iterable[Event], delta: float, records_per_unit: int) -> float:
-    """Epsilon of a person with up to `records_per_unit` records, each sampled independently.
-
-    >>> f"{group_epsilon([Event(1.0, (20.0,))], 1e-5, 2):.2f}", f"{epsilon_of([Event(1.0, (10.0,))], 1e-5, 'pld'):.2f}"
-    ('0.34', '0.34')
-    """
-    _check(delta)
-    integer_at_least(1, records_per_unit=records_per_unit)
-    if records_per_unit == 1:
-        return epsilon(events, delta).epsilon
-    return _upper("pld", settings_of(events), delta, records=records_per_unit)
 
 
 def delta_curve(events: Iterable[Event], epsilons: Iterable[float]) -> list[tuple[float, float]]:

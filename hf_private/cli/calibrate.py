@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from hf_private.accounting.budget import BudgetExceeded, epsilon_of, group_epsilon
+    from hf_private.accounting.budget import BudgetExceeded, enforced_epsilon
     from hf_private.accounting.events import Event
     from hf_private.accounting.risk import risk
     from hf_private.spending.limits import limit_of
@@ -121,10 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
     def price(plan: Plan) -> Priced:
         events = [Event(plan.sample_rate, (sigma,), plan.steps)]
-        if args.records_per_unit > 1:
-            epsilon = group_epsilon(events, args.delta, args.records_per_unit)
-        else:
-            epsilon = epsilon_of(events, args.delta, args.accountant)
+        epsilon = enforced_epsilon(events, args.delta, args.accountant, args.records_per_unit)
         return Priced(plan, epsilon, risk(events, args.delta, args.records_per_unit))
 
     rows = [price(plan) for plan in (plan, *plan.neighbours())]

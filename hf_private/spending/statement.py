@@ -16,7 +16,7 @@ from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from hf_private._validate import integer_at_least
-from hf_private.accounting.budget import delta_curve, epsilon, group_epsilon
+from hf_private.accounting.budget import delta_curve, enforced_epsilon, epsilon
 from hf_private.accounting.composition import best_of_epsilon
 from hf_private.accounting.events import Event
 from hf_private.accounting.risk import Risk, risk
@@ -104,7 +104,7 @@ def build_statement(facts: dict[str, Any], weights: dict[str, str]) -> dict[str,
     reasons = not_private(events, runs)
     delta, group = settings["target_delta"], group_size(settings)
     report = epsilon(events, delta)
-    spent = _spent(events, delta, group, report.epsilon, facts["tuning"])
+    spent = _spent(events, delta, group, facts["tuning"])
     if not reasons and math.isinf(spent):
         reasons = ["no accountant gives a finite epsilon"]
     claimed = math.inf if reasons else round_up(spent)
@@ -320,16 +320,14 @@ def _privacy_unit(settings: dict[str, Any], dataset: dict[str, Any]) -> dict[str
     }
 
 
-def _spent(events: list[Event], delta: float, unit: int, one: float, tuning: dict[str, Any]) -> float:
+def _spent(events: list[Event], delta: float, unit: int, tuning: dict[str, Any]) -> float:
     """Epsilon per privacy unit, with the runs that were tried and thrown away."""
     runs, law = tuning["runs"], tuning["law"]
     if runs is not None:
         integer_at_least(1, **{"tuning.runs": runs})  # 1.999 runs must not be charged as one
-    if runs is None or runs == 1:
-        return one if unit == 1 else group_epsilon(events, delta, unit)
-    if law == "fixed":
-        events = [replace(event, steps=runs * event.steps) for event in events]
-        return epsilon(events, delta).epsilon if unit == 1 else group_epsilon(events, delta, unit)
+    if runs is None or runs == 1 or law == "fixed":
+        events = [replace(event, steps=(runs or 1) * event.steps) for event in events]
+        return enforced_epsilon(events, delta, records_per_unit=unit)
     return best_of_epsilon(events, delta, runs, law) if unit == 1 else math.inf
 
 

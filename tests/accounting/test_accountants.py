@@ -10,8 +10,9 @@ from scipy.integrate import quad
 
 from hf_private.accounting import accountants, prv
 from hf_private.accounting.accountants import ORDERS, bounds_by, rdp_curve
-from hf_private.accounting.budget import delta_curve, epsilon, epsilon_of, group_epsilon
+from hf_private.accounting.budget import delta_curve, enforced_epsilon, epsilon
 from hf_private.accounting.events import Event
+from tests.support.budget import epsilon_of
 from tests.support.golden import COARSE, GOLDEN, Q, golden, one
 
 
@@ -133,16 +134,16 @@ def test_releases_on_one_sample_are_one_release() -> None:
     ("records", "expected"), [(2, 7.371), (4, 17.35), pytest.param(8, 43.96, marks=pytest.mark.slow)]
 )
 def test_group(records: int, expected: float) -> None:
-    assert group_epsilon(*one("G3"), records) == pytest.approx(expected, abs=5e-3)
+    assert enforced_epsilon(*one("G3"), records_per_unit=records) == pytest.approx(expected, abs=5e-3)
 
 
 def test_group_of_one_is_the_published_epsilon() -> None:
-    assert group_epsilon(*one("G3"), 1) == epsilon(*one("G3")).epsilon
+    assert enforced_epsilon(*one("G3"), records_per_unit=1) == epsilon(*one("G3")).epsilon
 
 
 def test_group_falls_back_to_a_valid_bound() -> None:
     events = [Event(0.03, (1e-3,), 10)]
-    assert epsilon_of(events, 1e-5, "rdp") < group_epsilon(events, 1e-5, 3) < math.inf
+    assert epsilon_of(events, 1e-5, "rdp") < enforced_epsilon(events, 1e-5, records_per_unit=3) < math.inf
     worst = accountants.all_at_once(((Q, 1.253827, 680),), 2)
     assert accountants.rdp_epsilon(worst, 1e-5) > 7.371
 

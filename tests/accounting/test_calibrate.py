@@ -3,15 +3,9 @@
 import pytest
 
 from hf_private.accounting.accountants import ACCOUNTANTS, bounds_by
-from hf_private.accounting.budget import (
-    BudgetExceeded,
-    calibrate,
-    enforced_epsilon,
-    epsilon,
-    epsilon_of,
-    group_epsilon,
-)
+from hf_private.accounting.budget import BudgetExceeded, calibrate, enforced_epsilon, epsilon
 from hf_private.accounting.events import Event
+from tests.support.budget import epsilon_of
 from tests.support.golden import GOLDEN, Q, one
 
 
@@ -59,8 +53,8 @@ def test_calibrate_says_when_the_budget_is_gone(accountant: str) -> None:
 
 def test_calibrate_for_a_person_with_several_records() -> None:
     sigma = calibrate(4.0, 1e-5, 0.1, 9, records_per_unit=2)
-    assert group_epsilon([Event(0.1, (sigma,), 9)], 1e-5, 2) <= 4.0
-    assert group_epsilon([Event(0.1, (sigma * 0.999,), 9)], 1e-5, 2) > 4.0
+    assert enforced_epsilon([Event(0.1, (sigma,), 9)], 1e-5, records_per_unit=2) <= 4.0
+    assert enforced_epsilon([Event(0.1, (sigma * 0.999,), 9)], 1e-5, records_per_unit=2) > 4.0
 
 
 def test_calibrate_at_extreme_targets() -> None:

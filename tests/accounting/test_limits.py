@@ -14,11 +14,11 @@ from hf_private.accounting.accountants import ACCOUNTANTS, bounds_by
 from hf_private.accounting.budget import (
     calibrate,
     delta_curve,
+    enforced_epsilon,
     epsilon,
-    epsilon_of,
-    group_epsilon,
 )
 from hf_private.accounting.events import Event, compact
+from tests.support.budget import epsilon_of
 from tests.support.golden import Q
 
 
@@ -79,8 +79,8 @@ def test_nothing_and_infinity() -> None:
             report = epsilon([Event(0.1, (9.0,)), unknown], 1e-5, accountant)
             assert report.epsilon == math.inf and report.note
             assert epsilon_of([unknown], 1e-5, accountant) == math.inf
-    assert group_epsilon([Event(0.1, (0.0,))], 1e-5, 2) == math.inf
-    assert group_epsilon([], 1e-5, 2) == 0
+    assert enforced_epsilon([Event(0.1, (0.0,))], 1e-5, records_per_unit=2) == math.inf
+    assert enforced_epsilon([], 1e-5, records_per_unit=2) == 0
 
 
 def test_never_negative() -> None:
@@ -175,9 +175,9 @@ def test_bad_event_dicts(data: object) -> None:
         (lambda e: epsilon(e, 1.0), "delta"),
         (lambda e: epsilon(e, 1e-5, "moments"), "accountant"),
         (lambda e: epsilon(e, 1e-5, eps_error=0), "eps_error"),
-        (lambda e: epsilon_of(e, 1e-5, "moments"), "accountant"),
-        (lambda e: epsilon_of(e, -1, "rdp"), "delta"),
-        (lambda e: group_epsilon(e, 1e-5, 0), "records_per_unit"),
+        (lambda e: enforced_epsilon(e, 1e-5, "moments"), "accountant"),
+        (lambda e: enforced_epsilon(e, -1, "rdp"), "delta"),
+        (lambda e: enforced_epsilon(e, 1e-5, records_per_unit=0), "records_per_unit"),
         (lambda e: delta_curve(e, [-1.0]), "epsilons"),
         (lambda e: calibrate(0, 1e-5, 0.1, 10), "target_epsilon"),
         (lambda e: calibrate(math.inf, 1e-5, 0.1, 10), "target_epsilon"),

@@ -9,7 +9,7 @@ import pytest
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, TrainingArguments
 
 from hf_private import DPConfig
-from hf_private.accounting.budget import calibrate, epsilon_of
+from hf_private.accounting.budget import calibrate
 from hf_private.accounting.events import Event
 from hf_private.accounting.signal import noise_to_signal
 from hf_private.cli.main import main
@@ -17,6 +17,7 @@ from hf_private.cli.plan.candidates import Candidate
 from hf_private.cli.plan.command import schedules, search, snippet
 from hf_private.cli.plan.picture import EPSILONS, curves
 from hf_private.cli.plan.rules import KEPT, LEVEL, Schedule, in_words, usefulness
+from tests.support.budget import epsilon_of
 
 SMALL = {
     "hidden_size": 32,

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from hf_private.accounting.budget import BudgetExceeded, epsilon_of
+from hf_private.accounting.budget import BudgetExceeded
 from hf_private.accounting.events import Event
 from hf_private.spending import spending as module
 from hf_private.spending.costs import Past
 from hf_private.spending.ledger import LedgerError, PrivacyLedger
 from hf_private.spending.spending import LEDGER, Spending
 from hf_private.trainer.resume import check_checkpoint, is_complete, last_checkpoint
+from tests.support.budget import epsilon_of
 
 RATE, DELTA = 0.1, 1e-5
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from hf_private.accounting.budget import epsilon_of
 from hf_private.accounting.events import Event
 from hf_private.spending.ledger import PrivacyLedger
 from hf_private.spending.run import Plan, Run
@@ -14,6 +13,7 @@ from hf_private.spending.spending import LEDGER, Spending
 from hf_private.trainer.callbacks import PrivacyCallback
 from hf_private.trainer.log_filter import LogFilter
 from tests.support import training
+from tests.support.budget import epsilon_of
 
 EVENT = Event(0.1, (1.0,))
 

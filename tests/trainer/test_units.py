@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import BertForSequenceClassification
 
-from hf_private.accounting.budget import epsilon, group_epsilon
+from hf_private.accounting.budget import enforced_epsilon, epsilon
 from hf_private.accounting.events import Event
 from hf_private.audit.step import audit_step
 from hf_private.cli.main import main
@@ -165,7 +165,7 @@ def test_drawn_records_cost_what_a_group_costs(tmp_path):
     made.train()
     (event,) = training.ledger(tmp_path).events
     assert event == Event(4 / 40, (1.0,), 4)
-    assert made.privacy_spent().epsilon == group_epsilon([event], 1e-5, 3)
+    assert made.privacy_spent().epsilon == enforced_epsilon([event], 1e-5, records_per_unit=3)
 
 
 @pytest.mark.parametrize("sampling", ["units", "records"])

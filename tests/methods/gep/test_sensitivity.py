@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from hf_private.accounting.budget import epsilon_of
 from hf_private.accounting.events import Event
 from hf_private.gradients.persample import Dense, Outer
 from hf_private.mechanism.clipping import Clipping
@@ -16,6 +15,7 @@ from hf_private.methods.gep.method import Anchors, Group, defect
 from hf_private.methods.gep.public_data import AnchorBooks
 from hf_private.methods.registry import resolve_method
 from hf_private.methods.subspace import orthonormal
+from tests.support.budget import epsilon_of
 from tests.support.gep_cases import basis_of, public, released, run
 from tests.support.zoo import MLP, cross_entropy
 
