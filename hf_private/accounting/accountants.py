@@ -16,7 +16,7 @@ from dp_accounting.pld.pld_pmf import DensePLDPmf
 from scipy.special import gammaln, logsumexp
 from scipy.stats import binom
 
-from .prv import MAX_POINTS, AccountantError, compose, grid_points, privacy_loss, prv_bounds
+from .prv import MAX_POINTS, AccountantError, grid_points, privacy_loss, prv_bounds
 
 Settings = tuple[tuple[float, float, int], ...]  # (sample rate, noise multiplier, steps), distinct, sorted, all > 0
 Bounds = tuple[float, float, float]  # (lower, estimate, upper) of epsilon
@@ -183,12 +183,6 @@ def default_eps_error(settings: Settings, delta: float) -> float:
 
 
 # ---- the table
-
-
-def prv_losses(settings: Settings, delta: float, eps_error: float) -> Losses:
-    """The composed losses of removing a record: right up to `eps_error`, except for a mass of delta / 1000."""
-    composed = compose(settings, delta, eps_error, _domain(settings, delta, eps_error))
-    return Losses(np.asarray(composed.domain.ts(), float), np.asarray(composed.pmf, float), 0.0)
 
 
 def _prv(settings: Settings, delta: float, eps_error: float) -> Bounds:

@@ -101,7 +101,6 @@ def risk(
     *,
     runs: float = 1,
     law: str = "fixed",
-    accountant: str = "pld",
 ) -> Risk:
     """Bound what any attacker can learn from everything in `events`.
 
@@ -113,8 +112,6 @@ def risk(
         runs: number of runs that were tried, each of which costs `events`.
         law: how that number was chosen, as in `composition`. "fixed" is exact. The others are priced by RDP, a bound
             that is valid and loose; `note` says so.
-        accountant: "pld" (both directions), or for a second opinion "prv" (another code path, its certified errors
-            added) or "rdp" (loose).
 
     >>> print(risk([Event(0.014848, (0.539915,), steps=204)], target_delta=1e-5))
     The best possible attacker guesses membership correctly at most 65.2 % of the time (50 % is chance); at 1 % false alarms it finds at most 10.3 % of the members.
@@ -122,7 +119,6 @@ def risk(
     if target_delta is not None:
         probability(target_delta=target_delta)
     integer_at_least(1, records_per_unit=records_per_unit)
-    one_of(PROFILES, accountant=accountant)
     one_of(LAWS, law=law)
     events = tuple(events)
     if law == "fixed":
@@ -130,6 +126,7 @@ def risk(
         events = tuple(replace(event, steps=int(runs) * event.steps) for event in events)
     settings = settings_of(events)
     delta = target_delta or DEFAULT_DELTA
+    accountant = "pld"
     if not settings:
         level = np.array([0.0 if settings is not None else 1.0])
         note = "" if settings is not None else "a step without noise, or of unknown sampling"
@@ -139,7 +136,7 @@ def risk(
         accountant, note = "rdp", f"the best of a random number of runs ({law}): a bound by RDP, which is loose"
         profile, up_to = _best_of(settings, delta, records_per_unit, runs, law)
     else:
-        accountant, note, profile, up_to = _profile(accountant, settings, delta, records_per_unit)
+        accountant, note, profile, up_to = _profile(settings, delta, records_per_unit)
     tpr = profile.found(FALSE_ALARMS)
     return Risk(
         advantage=profile.advantage,
@@ -154,7 +151,7 @@ def risk(
     )
 
 
-# ---- profiles, one function for each accountant: (settings, delta, records) -> profile, epsilon at delta
+# ---- profiles: (settings, delta, records) -> profile, epsilon at delta
 
 
 def _pld(settings: Settings, delta: float, records: int) -> tuple[Profile, float]:
@@ -163,46 +160,24 @@ def _pld(settings: Settings, delta: float, records: int) -> tuple[Profile, float
     return _on_a_grid(lambda eps: (hockey_stick(*remove, eps), hockey_stick(*add, eps)), delta, float(top))
 
 
-def _prv(settings: Settings, delta: float, records: int) -> tuple[Profile, float]:
-    """From removals alone, since sup_S P(S) - e^-eps Q(S) = 1 - e^-eps (1 - add(eps)).
-
-    The losses are right up to `width`, except for a mass of `error` (Theorem 5.5 of arXiv:2106.02848), and that bounds
-    the divergence at epsilons of either sign. For additions the bound stays above `width`; RDP's is better from there.
-    """
-    if records > 1:
-        raise accountants.AccountantError("it prices single records only")
-    error, width = delta / 1000, accountants.default_eps_error(settings, delta)
-    losses, curve = accountants.prv_losses(settings, delta, width), accountants.composed_rdp(settings)
-
-    def both(eps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        remove = hockey_stick(*losses, eps - width) + error
-        at_negative = hockey_stick(*losses, -eps - width) + error
-        return remove, np.minimum(1 - np.exp(eps) * (1 - at_negative), accountants.rdp_to_delta(curve, eps))
-
-    return _on_a_grid(both, delta, float(losses.values[-1]))
-
-
 def _rdp(settings: Settings, delta: float, records: int) -> tuple[Profile, float]:
     return _of_rdp(accountants.composed_rdp(all_at_once(settings, records)), delta)
 
 
-PROFILES: dict[str, Callable[[Settings, float, int], tuple[Profile, float]]] = {"pld": _pld, "prv": _prv, "rdp": _rdp}
-
-
 @lru_cache(maxsize=16)
-def _profile(name: str, settings: Settings, delta: float, records: int) -> tuple[str, str, Profile, float]:
-    """Profile by one accountant, or by RDP where it fails: (accountant, note, profile, epsilon at delta)."""
+def _profile(settings: Settings, delta: float, records: int) -> tuple[str, str, Profile, float]:
+    """Profile by PLD, or by RDP where that fails: (accountant, note, profile, epsilon at delta)."""
     try:
-        return name, "", *PROFILES[name](settings, delta, records)
+        return "pld", "", *_pld(settings, delta, records)
     except accountants.FAILURES as error:
-        return "rdp", f"{name} failed: {error}; a bound by RDP, which is loose", *_rdp(settings, delta, records)
+        return "rdp", f"pld failed: {error}; a bound by RDP, which is loose", *_rdp(settings, delta, records)
 
 
 @lru_cache(maxsize=16)
 def _best_of(settings: Settings, delta: float, records: int, runs: float, law: str) -> tuple[Profile, float]:
     """By RDP; and a run with and one without the record can be coupled to agree unless it shows their difference, so
     that all runs do with probability E[(1 - advantage)^K]."""
-    *_, single, _ = _profile("pld", settings, delta, records)
+    *_, single, _ = _profile(settings, delta, records)
     events = [Event(q, (sigma,), steps) for q, sigma, steps in all_at_once(settings, records)]
     coupled = 1 - expected_power(1 - single.advantage, runs, law)
     return _of_rdp(best_of_rdp(events, runs, law), delta, coupled)

@@ -26,12 +26,6 @@ MUTANTS = (
         "tests/accounting/test_risk.py::test_bounds_are_tight_where_densities_can_be_integrated[three records]",
     ),
     Mutant(
-        "the second opinion on the risk leaves out its certified error",
-        "accounting/risk.py",
-        (("remove = hockey_stick(*losses, eps - width) + error", "remove = hockey_stick(*losses, eps + width)"),),
-        "tests/accounting/test_risk.py::test_prv_and_pld_agree",
-    ),
-    Mutant(
         "tried runs are not part of the risk",
         "accounting/risk.py",
         (("steps=int(runs) * event.steps", "steps=event.steps"),),
