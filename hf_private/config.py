@@ -16,7 +16,7 @@ from hf_private.mechanism.units import SAMPLINGS
 from hf_private.spending.units import draws_units, group_size
 
 TRAIN_ONLY = ("bias",)
-BUDGETS = ("target_epsilon", "target_risk", "noise_multiplier")  # of which exactly one is set
+BUDGETS = ("target_epsilon", "target_risk", "noise_multiplier")  # exactly one of them is set
 
 if TYPE_CHECKING:
     from hf_private.methods.targeting import TargetConfig
@@ -78,8 +78,8 @@ class DPConfig:
     gamma: float = _help(0.01, "Stabiliser of automatic clipping, factor C / (norm + gamma): AUTO-S. 0 is AUTO-V.")
     expected_batch_size: int | None = _help(
         None,
-        "Mean number of records (of units, if `unit_sampling` draws those) in a Poisson batch, over all devices. Large"
-        " is good: as large as you can afford."
+        "Mean number of records (of units, if `unit_sampling` draws those) in a Poisson batch, over all devices."
+        " Choose it as large as you can afford."
         " Default: per_device_train_batch_size * gradient_accumulation_steps * number of devices.",
     )
     unit_column: str | None = _help(
@@ -89,7 +89,7 @@ class DPConfig:
     )
     records_per_unit: int = _help(
         1,
-        "With `unit_column`: at most so many records of one unit count in a step, chosen anew each time. Without: the"
+        "With `unit_column`: the most records of one unit that count in a step, chosen anew each time. Without: the"
         " largest number of records that one person contributed; epsilon is then per person, not per record.",
     )
     unit_sampling: str = _help(
@@ -104,8 +104,8 @@ class DPConfig:
     )
     augmentations: int = _help(
         1,
-        "Fetch each drawn record so many times, through the dataset's own random transform, and clip the mean gradient"
-        " (De et al. 2022). Costs as much computing, and no privacy.",
+        "How often each drawn record is fetched, through the dataset's own random transform. The mean gradient is"
+        " clipped (De et al. 2022). Costs as much computing, and no privacy.",
     )
     accountant: str = _help(
         "prv",

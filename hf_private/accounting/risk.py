@@ -107,7 +107,7 @@ def risk(
     Args:
         events: all private steps, of any number of phases.
         target_delta: `mu` covers every epsilon up to the one at this delta. None: no `mu`.
-        records_per_unit: the attacker looks for a person with up to so many records, each sampled on its own. Exact
+        records_per_unit: the attacker looks for a person with up to this many records, each sampled on its own. Exact
             where PLD can price it.
         runs: number of runs that were tried, each of which costs `events`.
         law: how that number was chosen, as in `composition`. "fixed" is exact. The others are priced by RDP, a bound

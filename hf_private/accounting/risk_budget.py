@@ -42,7 +42,7 @@ def calibrate_risk(
         target_risk: largest advantage allowed, between 0 (chance) and 1 (certainty). An attacker whose advantage is at
             most a is right at most (1 + a) / 2 of the time, if members and others are equally likely.
         spent: earlier steps on the same records.
-        records_per_unit: the attacker looks for a person with up to so many records.
+        records_per_unit: the attacker looks for a person with up to this many records.
         tick: called before each use of the accountant, which may take seconds, to show progress.
 
     >>> sigma = calibrate_risk(0.1, sample_rate=0.03, steps=680)

@@ -42,7 +42,7 @@ def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, d
 
 @lru_cache(maxsize=1024)
 def one_run_epsilon(canaries: int, guesses: int, correct: int, delta: float, confidence: float = CONFIDENCE) -> float:
-    """Lower bound of epsilon from one run: the largest epsilon that makes so many right guesses too unlikely.
+    """Lower bound of epsilon from one run: the largest epsilon that makes this many right guesses too unlikely.
 
     Args:
         canaries: number m of coins.

@@ -144,7 +144,7 @@ def _publishable(text: str) -> str:
 
 
 class Parts(NamedTuple):
-    """A card, taken apart."""
+    """The parts of a card."""
 
     card: ModelCard
     caution: str
@@ -154,7 +154,7 @@ class Parts(NamedTuple):
 
 
 def split_card(readme: str) -> Parts:
-    """Take a card apart. A second privacy section is text like any other."""
+    """Split a card into its parts. A second privacy section is text like any other."""
     card = ModelCard(readme, ignore_metadata_errors=True)
     rest = card.text
     found = {}

@@ -127,7 +127,7 @@ def _compare_metadata(statement: dict[str, Any], data: Any, text: str) -> Found:
 
 
 def _metadata_node(readme: str) -> yaml.Node | None:
-    """The metadata, parsed but not built: every key is still there, also one that stands twice."""
+    """The metadata, parsed but not built: every key is still there, duplicates included."""
     found = REGEX_YAML_BLOCK.search(readme)
     if not found:
         return None

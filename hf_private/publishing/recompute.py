@@ -72,7 +72,7 @@ class Stopped(BaseException):
 
 
 def _within(seconds: float, compute: Callable[[], Any]) -> Any:
-    """The result of `compute`, or TimeoutError once it has taken so many seconds of processor time.
+    """The result of `compute`, or TimeoutError once it has taken this many seconds of processor time.
 
     Files come from strangers, and a few numbers suffice to keep an accountant busy for hours. A running call of numpy
     cannot be interrupted, so the computation has its own thread, which ends after that call. Processor time, unlike

@@ -14,7 +14,7 @@ def percent(share: float) -> str:
 
 
 def decimals(value: float, digits: int) -> str:
-    """A number, rounded up to so many decimals.
+    """A number, rounded up to `digits` decimals.
 
     >>> decimals(7.99991, 2), decimals(1.2, 4)
     ('8.00', '1.2000')

@@ -12,12 +12,12 @@ LONGEST = 200  # letters of a place in a statement, and of a message; files come
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON. A key that stands twice is an error: two readers could see two different values.
+    """Parse JSON. A duplicate key is an error: two readers could see two different values.
 
     >>> parse_json('{"epsilon": 3.0, "epsilon": 0.1}')
     Traceback (most recent call last):
         ...
-    ValueError: the key `epsilon` stands twice in one object
+    ValueError: duplicate key `epsilon` in one object
     """
     return json.loads(text, object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite)
 
@@ -26,7 +26,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"the key `{key[:80]}` stands twice in one object")
+            raise ValueError(f"duplicate key `{key[:80]}` in one object")
         found[key] = value
     return found
 

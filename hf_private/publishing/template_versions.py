@@ -1,7 +1,7 @@
 """The words of each version of the package.
 
 A card is compared word for word with what the version of its statement renders. So each version that changed the words
-keeps its templates in `templates/<version>/`, and a card of an older version is held to the older words.
+keeps its templates in `templates/<version>/`, and a card of an older version is compared with the older words.
 
 `words.json` of a folder has the sentences of privacy.json: from today's words to those of that version, or to null for
 a sentence that the version did not write.

@@ -93,7 +93,7 @@ class Spending:
         disjoint_data: bool = False,
         checkpoint: str | Path | None = None,
     ) -> Iterator[Run]:
-        """Hold the ledger for one run, whose plan is fixed here; nobody else can write to it meanwhile.
+        """Open the ledger for one run, whose plan is fixed here. No other process can write to it meanwhile.
 
         Args:
             steps: How many steps the run takes.

@@ -242,7 +242,7 @@ def caveats(statement: dict[str, Any]) -> list[str]:
 
 
 def admitted(statement: dict[str, Any]) -> dict[str, Any]:
-    """What a statement has to admit, of its own runs and of all that they continue: settings that weaken its claim."""
+    """Settings that weaken the claim of a statement, in its own runs and in all that they continue."""
     settings, evaluation = statement.get("settings") or {}, statement.get("evaluation") or {}
     last = {"chooses_model": evaluation.get("chooses_model")} | {
         name: settings[name] for name in ("anchors", "carriers", "noise", "post_processing") if name in settings

@@ -19,7 +19,7 @@ from .heads import IGNORE_INDEX
 from .limits import Limit, problems
 
 CHUNK = 10_000  # rows of an Arrow table that are looked at together
-TRUSTED = 100  # a collator that has repaired so many records (by truncating, say) is trusted with the others
+TRUSTED = 100  # a collator that has repaired this many records (by truncating, say) is trusted with the others
 
 
 def check_dataset(

@@ -29,7 +29,7 @@ class Limit(NamedTuple):
     aligned: bool = False  # whether it has one element for each of `input_ids`
 
     def problem(self, value: Any, tokens: int | None = None) -> str | None:
-        """What is wrong with a value, in words that do not tell it; None if it is valid.
+        """What is wrong with a value, without quoting it; None if it is valid.
 
         `tokens` is the number of the record's `input_ids`.
 

@@ -1,7 +1,7 @@
 """Losses and made-up batches of units, and of records with several rows.
 
-The self-check exchanges units, too. That rows keep apart is checked before: a micro-batch may hold units of one row
-each. The check of units adds that the engine's gradient of a whole unit, over all of its rows, is autograd's, and
+The self-check exchanges units, too. That rows are independent is checked before: a micro-batch may hold units of one
+row each. The check of units adds that the engine's gradient of a whole unit, over all of its rows, is autograd's, and
 stays what it is beside other units.
 """
 

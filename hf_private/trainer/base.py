@@ -12,7 +12,7 @@ from transformers import Trainer
 if TYPE_CHECKING:
 
     class TrainerBase(Trainer):
-        """Trainer, whose annotation allows that there is no model, as it is before __init__."""
+        """Trainer with a model. Its own annotation also allows None, which it is before __init__."""
 
         model: nn.Module  # pyrefly: ignore[bad-override-mutable-attribute]
 else:

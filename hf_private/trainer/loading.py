@@ -177,7 +177,7 @@ class LoadingMixin(TrainerBase):
     # ---- columns
 
     def _without_unused_columns(self, dataset: Any, description: str) -> tuple[Any, Callable[[list[Any]], Any]]:
-        """The dataset and its collator, one of which leaves out the columns that the model does not take."""
+        """The dataset and its collator. One of them removes the columns that the model does not take."""
         if isinstance(dataset, datasets.Dataset):
             return self._remove_unused_columns(dataset, description), self.training_collator
         return dataset, self._get_collator_with_removed_columns(self.training_collator, description)

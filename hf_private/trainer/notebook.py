@@ -10,8 +10,8 @@ COLUMN = "Epsilon"
 
 
 class PrivateNotebookProgress(NotebookProgressCallback):
-    """Trainer's table has a line for each logged training loss, of which a private run has none, and drops the first
-    word of a metric's name, which leaves `epsilon` without a heading."""
+    """Trainer's table adds a line for each training loss, which a private run does not log, and drops the first word
+    of a metric's name, which leaves `epsilon` without a heading."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

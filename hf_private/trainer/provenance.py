@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 def changed_outside(name: str) -> LedgerError:
     """The refusal of weights that something else than a private step has changed."""
     return LedgerError(
-        f"`{name}` was changed outside of the private steps, by another trainer, a callback or by hand. What that has"
-        " cost is in no ledger, so no card can be written for it. Load the model again from where it was saved. If it"
-        " was post-processing, without any training data, state it: `trainer.declare_post_processing(...)` takes"
+        f"`{name}` was changed outside of the private steps, by another trainer, a callback or by hand. No ledger has"
+        " the cost of that, so no card can be written. Load the model again from where it was saved. If it was"
+        " post-processing, without any training data, state it: `trainer.declare_post_processing(...)` takes"
         f" {', '.join(map(repr, POST_PROCESSING))}, and the card says so."
     )
 

@@ -179,7 +179,7 @@ class PublishingMixin(TrainerBase):
         revision: str | None = None,
         **kwargs: Any,
     ) -> CommitInfo | Future | None:
-        """Upload model, processing class, card and statement, as Trainer does, and nothing that gives away more."""
+        """Upload model, processing class, card and statement, as Trainer does, and no file that would leak data."""
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         token = token or self.args.hub_token
         if self.hub_model_id is None:

@@ -31,7 +31,7 @@ class Keys(NamedTuple):
 def build_mechanism(
     trainer: "TrainingMixin", model: nn.Module, method: Method, keys: Keys, sample_rate: float, steps: int
 ) -> Mechanism:
-    """Check the gradients of the model, open the ledger for so many steps, and build the mechanism of a step.
+    """Check the gradients of the model, open the ledger for this number of steps, and build the mechanism of a step.
 
     Args:
         model: The model that the steps run, as the ranks have sharded it.

@@ -41,7 +41,7 @@ class TrainingMixin(PublishingMixin, LoadingMixin):
     _forward_guard: ForwardGuard | None
     _gradients_checked: bool
 
-    # The class whose `compute_loss` the loss of `create_loss` stands for. A subclass that overrides it is refused.
+    # The class whose `compute_loss` is replaced by the loss of `create_loss`. A subclass that overrides it is refused.
     objective_of: type[Trainer] = Trainer
 
     # Tests set 32 bytes here to repeat a run. Whoever knows them can undo the noise: the run is then NOT PRIVATE.
@@ -160,7 +160,7 @@ class TrainingMixin(PublishingMixin, LoadingMixin):
         return loss if self.rows_per_record == 1 else RowsLoss(loss, self.rows_per_record)
 
     def _attach(self, method: Method, sample_rate: float, steps: int) -> None:
-        """Build the mechanism for so many steps, of a model and an optimizer that keep the guarantee."""
+        """Check the optimizer, and build the mechanism for this number of steps."""
         assert self.optimizer is not None and self._keys is not None, "Trainer and `train()` have made them"
         model = self.accelerator.unwrap_model(self.model_wrapped)
         check_optimizer(self.optimizer, model)

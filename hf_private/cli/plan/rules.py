@@ -16,7 +16,7 @@ from hf_private.accounting.signal import TOLERATED
 # the order of methods in recipes/results (SST-2, E2E, digits), so that agreement with these tables is no independent
 # confirmation. Head only is a guess: none of our tables has it.
 KEPT = {"BK": 1.0, "LoRA": 0.8, "RGP": 0.4, "LSG": 0.38, "head only": 0.3}
-# Half of what training can reach is reached after so many steps. In the E2E recipe 42 steps are too few even without
+# Half of what training can reach is reached after this many steps. In the E2E recipe 42 steps are too few even without
 # noise; the tables use 165 to 240. On 5,000 records of SST-2, LoRA had 75.6 % after 140 of 400 steps and 71.9 % at the
 # end (recipes/results/advice_first.json), so that more steps are worth little.
 HALF_TRAINED = 20

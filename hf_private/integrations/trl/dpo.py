@@ -113,7 +113,7 @@ class DPDPOTrainer(PairMixin, DPOTrainer):
             yield model
 
     def _check_reference(self) -> None:
-        """Refuse a reference that was trained privately, unless that training is in the past of `model`, too."""
+        """Refuse a reference that was trained privately, unless `model` was trained in that run, too."""
         if self.ref_model is None or self.dp_config.disjoint_data:
             return
         own = [cost_of(statement) for statement in past_of(self.bare_model, self.continues, resumed=True).statements]

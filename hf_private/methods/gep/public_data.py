@@ -29,7 +29,7 @@ from .config import AnchorConfig
 PublicConfig = TypeVar("PublicConfig", AnchorConfig, CarrierConfig)  # configs that may read public records
 
 NUMBERING = ("id", "idx", "index")
-LOOKED_AT = 50_000  # at most so many rows are hashed, spread evenly over a dataset
+LOOKED_AT = 50_000  # the most rows that are hashed, spread evenly over a dataset
 OWN_LABELS = (Head.CAUSAL_LM, Head.MASKED_LM, Head.SEQ2SEQ_LM)
 
 

@@ -86,7 +86,7 @@ def to_registry(report: Report) -> dict[str, Any]:
 
 
 def to_yaml(entry: dict[str, Any]) -> str:
-    """The entry as the YAML file that the registry asks for, with what is left to do at its top."""
+    """The entry as the YAML file that the registry asks for, with a list of what to fill in at its top."""
     todo = ", ".join(
         ("data_curators (name and type)", "description", "intended_use", "data_product_region", "publication_date")
     )
