@@ -126,9 +126,9 @@ def is_published(name: str) -> bool:
         return True
     if "/" in folder:
         return False
-    return file in ("adapter_config.json", "adapter_model.safetensors") or (
-        folder.endswith("tokenizer") and file in TOKENIZER
-    )
+    if folder.endswith("tokenizer") and file in TOKENIZER:
+        return True
+    return file in ("adapter_config.json", "adapter_model.safetensors")
 
 
 def scan(folder: str | Path) -> Release:

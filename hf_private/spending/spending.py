@@ -111,10 +111,11 @@ class Spending:
             if checkpoint is not None:
                 ledger.reconcile(Path(checkpoint, LEDGER))
             noted: dict[str, Any] = dict.fromkeys(past.unchecked if past else (), True)
-            if not disjoint_data and past is not None:
+            if past is not None and not disjoint_data:
                 take_over(ledger, past, self.tuning)
-            elif owed := self._left_out(past):
-                noted["set_aside"] = owed
+            else:
+                left_out = self._left_out(past)
+                noted |= {"set_aside": left_out} if left_out else {}
             plan = self._plan(sample_rate, steps, releases, noise_multiplier, resumes=checkpoint is not None)
             planned = {"noise_multiplier": plan.noise_multiplier, "sample_rate": sample_rate, "planned_steps": steps}
             ledger.add_line("run", {**(settings or {}), **planned, **noted})
@@ -171,13 +172,9 @@ class Spending:
                         f" raised to {noise_multiplier} for them."
                     )
         event = Event(sample_rate, releases(noise_multiplier))
-        if self.limit is None:
-            return Plan(event, noise_multiplier, steps)
-        if not steps:
-            return Plan(event, noise_multiplier, 0, 0)
-        if not self.fits(replace(event, steps=steps)):
+        if steps and not self.fits(replace(event, steps=steps)):
             raise BudgetExceeded(f"{steps} steps with noise multiplier {noise_multiplier} do not fit the budget.")
-        return Plan(event, noise_multiplier, steps, steps)
+        return Plan(event, noise_multiplier, steps, None if self.limit is None else steps)
 
     def _calibrate(self, limit: Limit, sample_rate: float, steps: int) -> float:
         alone = limit.noise(sample_rate, steps)
