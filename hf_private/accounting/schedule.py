@@ -20,6 +20,7 @@ from .events import Event
 
 POINTS = 80  # numbers of steps at which epsilon is computed; between them it is rounded up
 MAX_GRID = 200_000
+OTHER_GRID = 1e-3  # what the accountant's own grid may add: both are pessimistic, and either may be more so
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,9 @@ def epsilon_schedule(
         with contextlib.suppress(*accountants.FAILURES):
             epsilons = _composed(before, step, charged, delta, records_per_unit)
         if accountant == "prv" and records_per_unit == 1:  # PRV adds its certified error to what is true
-            width = accountants.default_eps_error(whole, delta) + 1e-3
-            epsilons = [eps + width if settings else 0.0 for settings, eps in zip(plans, epsilons, strict=True)]
+            width = accountants.default_eps_error(whole, delta)
+            epsilons = [eps + width for eps in epsilons]
+        epsilons = [eps if settings else 0.0 for settings, eps in zip(plans, epsilons, strict=True)]
     climbing = np.minimum(np.maximum.accumulate(epsilons), last)
     return Schedule(tuple(numbers), (*map(float, climbing[:-1]), last))
 
@@ -109,4 +111,4 @@ def _composed(
     together = (
         before.compose(accountants.composed_losses(((*step, n),) if n else (), records, interval)) for n in numbers
     )
-    return [float(losses.get_epsilon_for_delta(delta)) for losses in together]
+    return [float(losses.get_epsilon_for_delta(delta)) + OTHER_GRID for losses in together]
