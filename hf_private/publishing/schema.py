@@ -42,10 +42,11 @@ def violations(value: Any, schema: dict[str, Any]) -> Iterator[str]:
     """Where and how `value` breaks `schema`.
 
     >>> list(violations({"delta": 2}, {"properties": {"delta": {"maximum": 1}}, "required": ["delta", "epsilon"]}))
-    ['`$.delta` must have `maximum` 1, got 2', "`$`: 'epsilon' is a required property"]
+    ['`delta` must have `maximum` 1, got 2', "`the statement`: 'epsilon' is a required property"]
     """
     for error in Draft202012Validator(schema).iter_errors(value):
-        where = error.json_path[:LONGEST]
+        keys = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in error.absolute_path)
+        where = "".join(keys).removeprefix(".")[:LONGEST] or "the statement"
         if error.validator in ("required", "additionalProperties"):
             yield f"`{where}`: {error.message[:LONGEST]}"
         else:
