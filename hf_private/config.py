@@ -16,6 +16,7 @@ from hf_private.mechanism.units import SAMPLINGS
 from hf_private.spending.units import draws_units, group_size
 
 TRAIN_ONLY = ("bias",)
+METHODS = ("carriers", "anchors")  # fields with the config of a gradient method: `methods.registry.CONFIGS`
 BUDGETS = ("target_epsilon", "target_risk", "noise_multiplier")  # exactly one of them is set
 
 if TYPE_CHECKING:
@@ -164,8 +165,9 @@ class DPConfig:
                 setattr(self, name, math.inf)
         self._check_values()
         self._check_combinations()
-        for name in ("carriers", "anchors"):
-            if (value := getattr(self, name)) is not None:
+        for name in METHODS:
+            value = getattr(self, name)
+            if value is not None:
                 from hf_private.methods.registry import parse_config  # only who asks for a method pays for its import
 
                 setattr(self, name, parse_config(name, value))
@@ -229,7 +231,7 @@ class DPConfig:
                 f"`{name}` must be left at its default without `unit_column`, got {getattr(self, name)!r}. Name the"
                 " column that says who each record belongs to."
             )
-        if self.carriers is not None and self.anchors is not None:
+        if sum(getattr(self, name) is not None for name in METHODS) > 1:
             raise ValueError("Only one of `carriers` and `anchors` may be set, got both. Choose one method.")
         if self.train_only is not None and self.carriers is not None:
             raise ValueError(
@@ -240,7 +242,7 @@ class DPConfig:
     @property
     def method_config(self) -> "TargetConfig | None":
         """The config of the gradient method; None is BK."""
-        parsed: Any = self.carriers if self.carriers is not None else self.anchors  # by __post_init__
+        parsed: Any = next((getattr(self, name) for name in METHODS if getattr(self, name) is not None), None)
         return parsed
 
     @property
@@ -261,7 +263,7 @@ class DPConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
-        for name in ("carriers", "anchors"):
+        for name in METHODS:
             if values[name] is not None:
                 values[name] = values[name].to_dict()
         return {name: "inf" if value == math.inf else value for name, value in values.items()}
