@@ -13,7 +13,7 @@ from hf_private.accounting.accountants import ACCOUNTANTS
 from hf_private.mechanism.clipping import MODES
 from hf_private.mechanism.noise import NOISE_KINDS
 from hf_private.mechanism.units import SAMPLINGS
-from hf_private.spending.units import draws_units, group_size
+from hf_private.spending.stated_unit import draws_units, group_size
 
 TRAIN_ONLY = ("bias",)
 METHODS = ("carriers", "anchors")  # fields with the config of a gradient method: `methods.registry.CONFIGS`

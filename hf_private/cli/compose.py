@@ -111,7 +111,7 @@ def read_releases(models: list[str]) -> dict[str, dict[str, Any]]:
 
 def _check_unit(model: str, statement: dict[str, Any], others: dict[str, dict[str, Any]]) -> None:
     """Refuse a release whose epsilon is not per the same unit as the others', or is that of a group of records."""
-    from hf_private.spending.units import unit_of_statement
+    from hf_private.spending.stated_unit import unit_of_statement
 
     unit = statement["privacy_unit"]
     if unit["unit"] != "record" and unit.get("sampling") != "units":

@@ -9,8 +9,8 @@ from typing import Any
 
 from hf_private.accounting.budget import delta_curve
 from hf_private.accounting.events import Event
+from hf_private.spending.stated_unit import draws_units, unit_of
 from hf_private.spending.statement import STATEMENT, rebuild, round_up
-from hf_private.spending.units import draws_units, unit_of
 
 from .findings import UNKNOWN, WRONG, Found
 from .template_versions import in_own_words, is_known

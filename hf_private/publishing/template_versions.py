@@ -2,19 +2,14 @@
 
 A card is compared word for word with what the version of its statement renders. So each version that changed the words
 keeps its templates in `templates/<version>/`, and a card of an older version is compared with the older words.
-
-`words.json` of a folder has the sentences of privacy.json: from today's words to those of that version, or to null for
-a sentence that the version did not write.
 """
 
-import json
 import re
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 from hf_private import __version__
-from hf_private.spending.statement import FACTS
 
 TEMPLATES = files("hf_private.publishing").joinpath("templates")
 
@@ -44,28 +39,15 @@ def template(statement: dict[str, Any], name: str) -> str:
 
 
 def in_own_words(statement: dict[str, Any]) -> dict[str, Any]:
-    """A statement built by this version, in the words of the version that it names.
+    """A statement built by this version, as the version that it names would have written it.
 
-    >>> in_own_words({"versions": {"hf_private": "0.1.0"}, "caveats": []})["caveats"]
-    []
+    >>> in_own_words({"versions": {"hf_private": "0.1.0"}, "guarantee": {"unit": "record", "risk": {}}})["guarantee"]
+    {'unit': 'record'}
     """
     if template_version(statement["versions"]["hf_private"]) == "0.1.0" and "guarantee" in statement:
         guarantee = {name: value for name, value in statement["guarantee"].items() if name != "risk"}
-        statement = {**statement, "guarantee": guarantee}  # 0.1.0 did not state attack rates
-    words = json.loads(template(statement, "words.json"))
-    return {name: value if name in FACTS else _translate(value, words) for name, value in statement.items()}
-
-
-def _translate(value: Any, words: dict[str, str | None]) -> Any:
-    if isinstance(value, dict):
-        return {key: _translate(item, words) for key, item in value.items()}
-    if isinstance(value, list):
-        kept = [item for item in value if not (isinstance(item, str) and words.get(item, item) is None)]
-        return [_translate(item, words) for item in kept]
-    if isinstance(value, str):
-        for new, old in words.items():
-            value = value.replace(new, old or "")
-    return value
+        return {**statement, "guarantee": guarantee}  # 0.1.0 did not state attack rates
+    return statement
 
 
 @cache

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from hf_private.accounting.events import Event
 
 from .ledger import LedgerError, PrivacyLedger
+from .stated_unit import unit_of_statement
 from .statement import admitted
-from .units import unit_of_statement
 
 Statement = dict[str, Any]
 Cost = dict[str, Any]

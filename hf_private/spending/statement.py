@@ -22,7 +22,7 @@ from hf_private.accounting.events import Event
 from hf_private.accounting.risk import Risk, risk
 from hf_private.methods.registry import describe_method
 
-from .units import group_size
+from .stated_unit import group_size
 
 STATEMENT = "privacy.json"
 SCHEMA_VERSION = 1

@@ -11,7 +11,7 @@ from hf_private.tasks.heads import base_model
 from .setup import objective_of
 
 if TYPE_CHECKING:
-    from .private import PrivateMixin
+    from .private_mixin import PrivateMixin
 
 LIBRARIES = ("torch", "transformers", "accelerate", "peft", "datasets", "dp-accounting", "prv-accountant")
 

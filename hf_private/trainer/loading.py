@@ -19,7 +19,7 @@ from hf_private.mechanism.units import RowsOfUnits, UnitSampler
 from hf_private.methods.gep.public_data import AnchorBooks, AnchorData, checked_anchors
 from hf_private.tasks.losses import LABEL_NAMES
 from hf_private.tasks.micro_batches import LogicalCollator
-from hf_private.tasks.units import UnitColumn
+from hf_private.tasks.unit_column import UnitColumn
 
 from .base import TrainerBase
 from .data_guards import EvaluationGuard, check_data, main_input, public_batch

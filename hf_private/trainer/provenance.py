@@ -25,8 +25,8 @@ from hf_private.spending.registry import (
     trainings,
 )
 from hf_private.spending.run import Plan, Run
+from hf_private.spending.stated_unit import refuse_other_units
 from hf_private.spending.statement import POST_PROCESSING
-from hf_private.spending.units import refuse_other_units
 from hf_private.tasks.heads import base_model
 
 from .resume import check_checkpoint

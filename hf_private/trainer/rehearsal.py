@@ -17,7 +17,7 @@ from transformers.utils import logging
 from hf_private.tasks.made_up import UnknownSchemaError, ranges_of, sample, schema_of
 
 if TYPE_CHECKING:
-    from .private import PrivateMixin
+    from .private_mixin import PrivateMixin
 
 logger = logging.get_logger(__name__)
 

@@ -2,7 +2,7 @@
 
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
-from .private import PrivateMixin
+from .private_mixin import PrivateMixin
 
 
 class DPSeq2SeqTrainer(PrivateMixin, Seq2SeqTrainer):

@@ -16,7 +16,7 @@ from hf_private.randomness import Key
 from hf_private.tasks.unit_loss import CHECKED_ROWS, Loss, MakeBatch, UnitLoss, made_up_units
 
 if TYPE_CHECKING:
-    from .training import TrainingMixin
+    from .training_run import TrainingMixin
 
 logger = logging.get_logger(__name__)
 

@@ -2,7 +2,7 @@
 
 from transformers import Trainer
 
-from .private import PrivateMixin
+from .private_mixin import PrivateMixin
 
 
 class DPTrainer(PrivateMixin, Trainer):

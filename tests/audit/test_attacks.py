@@ -45,7 +45,7 @@ def test_a_canary_is_clipped_on_its_own_axis_and_a_silent_one_is_nowhere(tmp_pat
 @pytest.mark.parametrize("carriers", [None, {"r": 2}])
 def test_a_run_without_noise_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, carriers: dict | None) -> None:
     monkeypatch.setattr(NoiseSource, "add_", lambda self, step, sums, stds, offsets=None: None)
-    monkeypatch.setattr("hf_private.trainer.private.check_gradients", lambda *_: None)
+    monkeypatch.setattr("hf_private.trainer.private_mixin.check_gradients", lambda *_: None)
     monkeypatch.setitem(FEW, "carriers", carriers)
     report = audit_run(short_run, str(tmp_path), canaries=300)
     assert report.found.epsilon > 1 and report.claimed <= 0.5 and report.contradicted

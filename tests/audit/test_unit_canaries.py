@@ -86,6 +86,6 @@ def test_a_unit_that_counts_too_often_is_caught(tmp_path: Path, monkeypatch: pyt
     else:
         changes = {"unit_sampling": "records", "batch": 1525}  # a quarter of the records
         monkeypatch.setattr(DPConfig, "group_size", 1)
-        monkeypatch.setattr("hf_private.spending.units.group_size", lambda settings: 1)
+        monkeypatch.setattr("hf_private.spending.stated_unit.group_size", lambda settings: 1)
     report = audit_run(run_of(STEPS, **changes), str(tmp_path), canaries=300)
     assert report.contradicted, report

@@ -19,7 +19,7 @@ importlib.util.find_spec = lambda name, *rest: None if name == "trl" else find_s
 import hf_private
 for name in hf_private.__all__:
     getattr(hf_private, name)
-import hf_private.trainer.private, hf_private.cli.main, hf_private.integrations
+import hf_private.trainer.private_mixin, hf_private.cli.main, hf_private.integrations
 try:
     from hf_private.integrations.trl import DPSFTTrainer
 except ImportError as error:

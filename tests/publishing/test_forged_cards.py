@@ -365,11 +365,16 @@ def test_a_doubtful_claim_is_mentioned_and_not_judged(text: str, tmp_path: Path)
 # ---- words of versions
 
 
+def _rounded(statement: dict) -> dict:
+    """With numbers to 9 decimals: processors differ in the last digit of an epsilon."""
+    return json.loads(json.dumps(statement), parse_float=lambda number: round(float(number), 9))
+
+
 def test_words_of_0_1_0_do_not_change() -> None:
-    """Every sentence that 0.1.0 wrote. If one changes, templates/0.1.0/words.json needs the old one."""
+    """Every sentence that 0.1.0 wrote. If one changes, `in_own_words` needs the old one."""
     golden = json.loads(Path(__file__).with_name("words_0.1.0.json").read_text(encoding="utf-8"))
     for name, statement in golden.items():
-        assert in_own_words(rebuild(statement)) == statement, name
+        assert _rounded(in_own_words(rebuild(statement))) == _rounded(statement), name
 
 
 def test_an_old_card_is_held_to_the_old_words(tmp_path: Path) -> None:

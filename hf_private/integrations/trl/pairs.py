@@ -10,7 +10,7 @@ from hf_private.tasks.heads import base_model
 from hf_private.tasks.independence import empty_rows, refuse_adapters, refuse_model, with_one_token
 from hf_private.tasks.losses import takes
 from hf_private.trainer.data_guards import made_up_batch
-from hf_private.trainer.private import PrivateMixin
+from hf_private.trainer.private_mixin import PrivateMixin
 
 from .settings import refuse_rehearsal
 

@@ -9,7 +9,7 @@ from trl import SFTConfig, SFTTrainer
 from hf_private.gradients.selfcheck import Loss
 from hf_private.tasks.heads import IGNORE_INDEX
 from hf_private.tasks.losses import shifted, token_losses
-from hf_private.trainer.private import PrivateMixin
+from hf_private.trainer.private_mixin import PrivateMixin
 
 from .preparation import unquoted
 from .settings import SHARED, refuse_experts, refuse_images, refuse_rehearsal, refuse_settings

@@ -5,7 +5,7 @@ from typing import Any
 
 from hf_private.accounting.events import Event
 from hf_private.accounting.schedule import epsilon_schedule
-from hf_private.spending.units import group_size
+from hf_private.spending.stated_unit import group_size
 
 MOST_PHASES = 12  # each takes an accountant's time
 

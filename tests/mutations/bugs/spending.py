@@ -239,13 +239,13 @@ MUTANTS = (
     ),
     Mutant(
         "drawn records are priced as if the unit were clipped as one",
-        "spending/units.py",
+        "spending/stated_unit.py",
         (('settings.get("unit_sampling") == "units"', "True"),),
         "tests/trainer/test_units.py::test_drawn_records_cost_what_a_group_costs",
     ),
     Mutant(
         "a model is continued with another unit",
-        "spending/units.py",
+        "spending/stated_unit.py",
         (("            if other != own:", "            if False:"),),
         "tests/trainer/test_units.py::test_a_model_is_continued_with_the_same_unit_only",
     ),

@@ -101,19 +101,19 @@ MUTANTS = (
     ),
     Mutant(
         "a record whose unit is not known is a unit of its own",
-        "tasks/units.py",
+        "tasks/unit_column.py",
         (("if value is None or not bool(value == value):", "if value is None:"),),
-        "tests/tasks/test_units.py::test_an_id_that_is_missing_or_not_comparable_is_refused_by_row[NaN]",
+        "tests/tasks/test_unit_column.py::test_an_id_that_is_missing_or_not_comparable_is_refused_by_row[NaN]",
     ),
     Mutant(
         "a unit may be in the training and in the evaluation data",
-        "tasks/units.py",
+        "tasks/unit_column.py",
         (("            if shared is not None:", "            if False:"),),
         "tests/trainer/test_units.py::test_a_unit_in_training_and_evaluation_is_refused",
     ),
     Mutant(
         "the column of the unit reaches the collator",
-        "tasks/units.py",
+        "tasks/unit_column.py",
         (("return collator if self.name is None else _Hidden(collator, self.name)", "return collator"),),
         "tests/trainer/test_units.py::test_the_column_reaches_neither_model_nor_collator[list, all columns]",
     ),

@@ -5,13 +5,13 @@ from tests.mutations.mutant import Mutant
 MUTANTS = (
     Mutant(
         "a subclass of a private trainer brings a loss of the whole batch, and it is ignored",
-        "trainer/training.py",
+        "trainer/training_run.py",
         (("type(self).compute_loss is not self.objective_of.compute_loss", "False"),),
         "tests/trainer/test_seq2seq.py::test_a_loss_of_the_batch_is_refused",
     ),
     Mutant(
         "label smoothing is left out of the private objective",
-        "trainer/training.py",
+        "trainer/training_run.py",
         (("self.per_sample_loss, self.args.label_smoothing_factor,", "self.per_sample_loss, 0.0,"),),
         "tests/trainer/test_seq2seq.py::test_the_update_is_that_of_a_for_loop",
     ),
@@ -58,7 +58,7 @@ MUTANTS = (
     ),
     Mutant(
         "keys from args.seed, which is published",
-        "trainer/training.py",
+        "trainer/training_run.py",
         (
             (
                 "return Keys(self.ranks.key(), self.ranks.key())",
@@ -70,13 +70,13 @@ MUTANTS = (
     ),
     Mutant(
         "a loop that starts again in the middle repeats noise and draws",
-        "trainer/training.py",
+        "trainer/training_run.py",
         (("        if self._mechanism is not None:\n            raise", "        if False:\n            raise"),),
         "tests/trainer/test_guards.py::test_a_run_that_begins_anew_within_train_would_repeat_its_noise",
     ),
     Mutant(
         "the trainer skips empty batches",
-        "trainer/private.py",
+        "trainer/private_mixin.py",
         (
             (
                 "        self._mechanism.step(as_unit_batch",
@@ -88,7 +88,7 @@ MUTANTS = (
     ),
     Mutant(
         "sample rate of the micro-batch instead of the logical batch",
-        "trainer/training.py",
+        "trainer/training_run.py",
         (
             (
                 "self._attach(method, train_dataloader.batch_sampler.sample_rate, steps)",
@@ -99,7 +99,7 @@ MUTANTS = (
     ),
     Mutant(
         "steps divided by gradient accumulation once more",
-        "trainer/training.py",
+        "trainer/training_run.py",
         (
             (
                 "steps = max(max_steps - self.state.global_step, 0)\n",
@@ -111,7 +111,7 @@ MUTANTS = (
     ),
     Mutant(
         "settings of later are not checked, and not those that are enforced",
-        "trainer/training.py",
+        "trainer/training_run.py",
         (
             ("            self.hyperparameter_search()\n        self._check_settings()\n", "            pass\n"),
             ("        self.spending.set_budget(\n            config", "        str((config"),
@@ -121,7 +121,7 @@ MUTANTS = (
     ),
     Mutant(
         "the training loss is logged without noise",
-        "trainer/training.py",
+        "trainer/training_run.py",
         (
             (
                 "self._keys, sample_rate, steps)\n",
@@ -190,7 +190,7 @@ MUTANTS = (
     ),
     Mutant(
         "a callback sees log entries before the filter",
-        "trainer/private.py",
+        "trainer/private_mixin.py",
         (("        self.log_filter.keep_first(self.callback_handler)\n        super().log", "        super().log"),),
         "tests/trainer/test_attacks.py::test_a_callback_that_pushes_ahead_sees_filtered_entries",
     ),
@@ -288,7 +288,7 @@ MUTANTS = (
     ),
     Mutant(
         "a hook that lets records meet comes after the self-check",
-        "trainer/private.py",
+        "trainer/private_mixin.py",
         (("        self._forward_guard.check()\n", ""),),
         "tests/trainer/test_late_changes.py::test_a_hook_that_comes_after_the_self_check_is_refused",
     ),

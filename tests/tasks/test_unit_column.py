@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 
-from hf_private.tasks.units import UnitColumn
+from hf_private.tasks.unit_column import UnitColumn
 
 COLUMN = UnitColumn("who")
 MONDAY = datetime.date(2024, 1, 1)

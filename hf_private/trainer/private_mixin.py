@@ -18,7 +18,7 @@ from hf_private.mechanism.step import Mechanism
 from hf_private.mechanism.units import as_unit_batch
 from hf_private.spending.spending import Spending
 from hf_private.tasks.losses import PerSampleLoss
-from hf_private.tasks.units import UnitColumn
+from hf_private.tasks.unit_column import UnitColumn
 
 from .callbacks import PrivacyCallback, UpdateCallback, show_epsilon_in_notebooks
 from .data_guards import EvaluationGuard
@@ -29,7 +29,7 @@ from .log_filter import LogFilter
 from .publishing import own_arguments
 from .rehearsal import rehearse
 from .setup import Keys
-from .training import TrainingMixin
+from .training_run import TrainingMixin
 
 
 class PrivateMixin(TrainingMixin):
