@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto import modeling_auto as auto
+from transformers.models.dbrx.configuration_dbrx import DbrxAttentionConfig
 
 # head -> transformers' own list of model types with that head
 HEADS: dict[str, dict[str, Any]] = {
@@ -38,7 +39,12 @@ MAPPINGS: dict[str, Any] = {
 }
 
 VOCABULARY = 101
-SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
+SPECIAL = {
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0,
+    "image_token_id": 3, "image_token_index": 3, "video_token_id": 4, "audio_token_id": 5, "audio_token_index": 5,
+    "vision_start_token_id": 6, "image_start_token_id": 6, "vision_end_token_id": 7, "image_end_token_id": 7,
+}  # fmt: skip
+FIRST_WORD = 10  # ids below are special
 
 # The first pattern that matches an attribute's whole name gives the most that it may be; None leaves it to the class.
 SIZES: tuple[tuple[str, int | None], ...] = (
@@ -61,6 +67,7 @@ SIZES: tuple[tuple[str, int | None], ...] = (
     (r".*state_size|.*d_state", 8),
     (r".*chunk_size", 4),
     (r".*(sliding_window|window_size|local_attention|block_size)", 4),
+    (r"context_size", 16),
     (r"image_size", 32),
     (r"patch_size", 8),
 )
@@ -70,6 +77,8 @@ SIZES: tuple[tuple[str, int | None], ...] = (
 LATENT_ATTENTION = (
     "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa longcat_flash minicpm3 mistral4 youtu"
 ).split()
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+SWIN = {"embed_dim": 16, "depths": [1, 2], "num_heads": [2, 4], "window_size": 2, "patch_size": 4}
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "esm": {"vocab_size": VOCABULARY, "mask_token_id": 4},
     "esmc": {"num_key_value_heads": 4},
@@ -80,11 +89,9 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2},
     "ministral": {"head_dim": 8},
     "mobilebert": {"embedding_size": 32, "true_hidden_size": 32, "intra_bottleneck_size": 32},
-    "nemotron": {"head_dim": 8},
     "reformer": {"axial_pos_embds": False},
     "xmod": {"default_language": "en_XX"},
-    "dots1": {"sliding_window": 4},
-    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
+    "dots1": {"sliding_window": 4, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "layoutlmv3": {"input_size": 32, "coordinate_size": 6, "shape_size": 4},
     "led": {"attention_window": [4, 4]},
     "nemotron_h": {"n_groups": 1, "num_key_value_heads": 4},
@@ -92,6 +99,34 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64},
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
     **dict.fromkeys(LATENT_ATTENTION, {"num_key_value_heads": 4}),
+    "mistral4": {"num_key_value_heads": 4, "head_dim": 16},
+    "mistral_large4_text": {"num_key_value_heads": 4, "head_dim": 16},
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
+    "blip-2": {"image_token_index": 3},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {kind: ROPE for kind in ("sliding_attention", "full_attention")},
+    },
+    "dbrx": {"attn_config": DbrxAttentionConfig(rope_theta=10000.0, kv_n_heads=2, clip_qkv=8.0), "ffn_config.hidden_size": 32},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+    **dict.fromkeys(("donut-swin", "swin", "swinv2", "maskformer-swin"), SWIN),
+    "hunyuan_vl_text": {"head_dim": 8, "num_key_value_heads": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "mobilevitv2": {"image_size": 64},
+    **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), {"vision_start_token_id": 6}),
+    "step3p5": {"sliding_window": 4},
+    "glm5_next_text": {"num_key_value_heads": 4, "index_kpool": 2},
+    "fun_asr_nano": {"adaptor_config.intermediate_size": 8},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "levit": {"image_size": 64, "patch_size": 16},
+    "speecht5": {"num_mel_bins": 20},
+    "perceiver": {"num_latents": 8, "d_latents": 32, "d_model": 32, "num_self_attends_per_block": 2},
+    "moonshine": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
+    "molmo2_adapter": {"vision_feature_layer": [1, 0]},
 }
 
 
@@ -100,11 +135,18 @@ def sizes(config: PreTrainedConfig) -> dict[str, Any]:
     small: dict[str, Any] = {}
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
-            small[name] = shrink(value)
+            small[name] = shrink(value, EXCEPTIONS.get(value.model_type))
         elif name in SPECIAL:
             small[name] = SPECIAL[name]
         elif isinstance(value, float) and "drop" in name:
             small[name] = 0.0
+        elif name == "rope_parameters" and "mrope_section" in config.ignore_keys_at_rope_validation | set(value or ()):
+            share = (value or {}).get("partial_rotary_factor", getattr(config, "partial_rotary_factor", 1.0))
+            small[name] = (value or {}) | {"mrope_section": [2, 1, 1] if share == 1 else [1, 1, 0]}
+        elif name == "window_size" and hasattr(config, "spatial_merge_size"):  # in pixels
+            small[name] = 32
+        elif name == "image_grid_pinpoints":
+            small[name] = [[32, 64], [64, 32]]
         elif isinstance(value, int) and not isinstance(value, bool):
             for pattern, most in SIZES:
                 if re.fullmatch(pattern, name):
@@ -113,14 +155,24 @@ def sizes(config: PreTrainedConfig) -> dict[str, Any]:
     return small
 
 
+def layers_of_each_kind(config: PreTrainedConfig) -> dict[str, Any]:
+    """One layer of each kind that the default config has, where there are several."""
+    names = [n for n in ("layer_types", "mlp_layer_types") if isinstance(getattr(config, n, None), (list, tuple))]
+    kinds = {name: list(dict.fromkeys(getattr(config, name))) for name in names}
+    depth = max((len(found) for found in kinds.values()), default=0)
+    if depth < 2:
+        return {}
+    return {"num_hidden_layers": depth} | {name: [*found * depth][:depth] for name, found in kinds.items()}
+
+
 def shrink(config: PreTrainedConfig, exceptions: dict[str, Any] | None = None) -> PreTrainedConfig:
     """A config of the same class with small sizes; what the class derives from them it derives anew."""
     here = {name: value for name, value in (exceptions or {}).items() if "." not in name}
-    small = sizes(config) | here
+    small = sizes(config) | layers_of_each_kind(config) | here
     for name, value in vars(config).items():
         below = {k.partition(".")[2]: v for k, v in (exceptions or {}).items() if k.startswith(f"{name}.")}
         if below and isinstance(value, PreTrainedConfig):
-            small[name] = shrink(value, below)
+            small[name] = shrink(value, EXCEPTIONS.get(value.model_type, {}) | below)
     return type(config)(**small)
 
 
@@ -137,8 +189,10 @@ def tiny_model(model_type: str, head: str, seed: int = 0) -> nn.Module:
     cls = found[0] if isinstance(found, tuple) else found
     if not isinstance(config, cls.config_class):  # the language model inside a multimodal one
         config = config.get_text_config()
-    for name, value in {"num_labels": 3, "use_cache": False, "is_decoder": head == "causal-lm"}.items():
+    for name, value in {"num_labels": 3, "is_decoder": head == "causal-lm"}.items():
         setattr(config, name, value)
+    for part in (config, config.get_text_config()):
+        part.use_cache = False
     if config.is_encoder_decoder:
         config.decoder_start_token_id = SPECIAL["decoder_start_token_id"]
     torch.manual_seed(seed)

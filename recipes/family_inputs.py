@@ -4,7 +4,7 @@ import inspect
 from typing import Any
 
 import torch
-from architectures import VOCABULARY
+from architectures import FIRST_WORD, VOCABULARY
 from torch import Tensor, nn
 
 SAMPLES = 4800  # of sound: the convolutions in front make a few dozen frames of it
@@ -24,7 +24,7 @@ def inputs_of(
     takes = inspect.signature(base.forward).parameters
     batch: dict[str, Tensor] = {}
     if head == "image" or head == "image-text":
-        batch["pixel_values"] = torch.randn(batch_size, *image_shape(config), generator=generator).to(dtype)
+        batch |= images(base, batch_size, generator, dtype)
     if head in ("audio", "ctc", "speech"):
         batch |= sound(base, batch_size, length, generator, dtype)
     if head in ("classification", "masked-lm", "seq2seq-lm", "causal-lm", "image-text"):
@@ -45,7 +45,7 @@ def ids(config: Any, batch_size: int, length: int, generator: torch.Generator) -
     """Ordinary tokens (N, T), none of them special."""
     text = config.get_text_config()
     vocabulary = min(getattr(text, "vocab_size", None) or VOCABULARY, VOCABULARY)
-    return torch.randint(min(5, vocabulary // 2), vocabulary, (batch_size, length), generator=generator)
+    return torch.randint(min(FIRST_WORD, vocabulary // 2), vocabulary, (batch_size, length), generator=generator)
 
 
 def image_shape(config: Any) -> tuple[int, int, int]:
@@ -54,6 +54,34 @@ def image_shape(config: Any) -> tuple[int, int, int]:
     size = getattr(vision, "image_size", None) or 64
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     return getattr(vision, "num_channels", None) or 3, height, width
+
+
+def images(base: Any, batch_size: int, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
+    """One image for each record, in the form that the model's processor would give it."""
+    config = base.config
+    inner = getattr(base, "model", base)
+    features = getattr(inner, "get_image_features", None) or getattr(base, "get_image_features", None)
+    takes = inspect.signature(features or base.forward).parameters
+    shape = image_shape(config)
+    if "image_grid_thw" in takes:  # patches in a row
+        vision = getattr(config, "vision_config", None) or config.get_text_config()
+        patch, channels = getattr(vision, "patch_size", 8), getattr(vision, "in_channels", shape[0])
+        side = 2 * getattr(vision, "spatial_merge_size", 2)
+        frames = getattr(vision, "temporal_patch_size", getattr(vision, "patch_temporal", 1))
+        shape = (channels * frames * patch**2,)
+        return {
+            "pixel_values": torch.randn(batch_size, side**2, *shape, generator=generator).to(dtype),
+            "image_grid_thw": torch.tensor([[1, side, side]]).expand(batch_size, 3).clone(),
+        }
+    sizes = {}
+    if "image_sizes" in takes:
+        sizes["image_sizes"] = torch.tensor([shape[1:]]).expand(batch_size, 2).clone()
+        if hasattr(config, "image_grid_pinpoints"):  # the whole image, and its tiles
+            shape = (3, *shape)
+            sizes["image_sizes"] = sizes["image_sizes"] * torch.tensor([1, 2])
+    elif type(base).__name__.startswith(("Idefics", "SmolVLM")):  # several images for each record
+        shape = (1, *shape)
+    return {"pixel_values": torch.randn(batch_size, *shape, generator=generator).to(dtype), **sizes}
 
 
 def sound(
@@ -87,14 +115,16 @@ def with_image_tokens(base: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     if token is None:
         return batch
     inner = getattr(base, "model", base)
+    images = {key: x[:1] for key, x in batch.items() if key in inspect.signature(inner.get_image_features).parameters}
     with torch.no_grad():
-        found = inner.get_image_features(batch["pixel_values"][:1])
+        found = inner.get_image_features(**images)
     found = getattr(found, "pooler_output", None) if not isinstance(found, (Tensor, list, tuple)) else found
     found = found[0] if isinstance(found, (list, tuple)) else found
     count = found.reshape(-1, found.shape[-1]).shape[0]
     front = torch.full((len(batch["input_ids"]), count), token)
-    text = batch["input_ids"].masked_fill(batch["input_ids"] == token, 7)
-    return batch | {
-        "input_ids": torch.cat([front, text], 1),
-        "attention_mask": torch.ones(len(text), count + text.shape[1], dtype=torch.int64),
-    }
+    text = batch["input_ids"].masked_fill(batch["input_ids"] == token, FIRST_WORD)
+    batch["input_ids"] = torch.cat([front, text], 1)
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    if "mm_token_type_ids" in inspect.signature(base.forward).parameters:
+        batch["mm_token_type_ids"] = (batch["input_ids"] == token).long()
+    return batch
