@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from .bookkeeper import BookKeeper, rows_per_record, trainable
 from .comparison import SAME_LOSS, Batch, Comparison, Loss, Run, SelfCheckError
+from .layers.routed import is_adapted
 from .layers.tap import FREEZE, REMEDY
 from .persample import Dense, widen
 from .tensors import unsharded
@@ -144,12 +145,18 @@ def _equal(x: Tensor | None, y: Tensor | None) -> bool:
     return x is not None and y is not None and torch.equal(x, y)
 
 
-def _writes(model: nn.Module) -> dict[str, int]:
+def _writes(model: nn.Module) -> dict[str, float]:
     """How often each parameter was written to, as torch counts; a copy to compare with would double a large model.
 
-    Not of shards, which FSDP2 itself gathers and writes.
+    Of experts with an adapter the sum: PEFT writes each of their weights to itself. Not of shards, which FSDP2 itself
+    gathers and writes.
     """
-    return {name: p._version for name, p in model.named_parameters() if not isinstance(p, DTensor)}
+    return {
+        name: float(p.detach().sum(dtype=torch.float64)) if is_adapted(path) and not isinstance(module, nn.Linear) else p._version
+        for path, module in model.named_modules()
+        for name, p in module.named_parameters(path, recurse=False)
+        if not isinstance(p, DTensor)
+    }
 
 
 def _check_deterministic(check: Comparison, batch: Batch) -> None:

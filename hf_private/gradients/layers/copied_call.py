@@ -30,13 +30,17 @@ FAILURES = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)  # 
 SIZED = ("expand", "repeat", "broadcast_to", "tile")  # `cls_token.expand(len(x), -1, -1)`
 
 
-def with_copies(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Call a function with a copy for each record in the place of each parameter."""
+def with_copies(func: Callable, args: tuple, kwargs: dict, factor: bool = False) -> Any:
+    """Call a function with a copy for each record in the place of each parameter.
+
+    `factor` says that the copies are those of a narrow matrix, which need no warning, and are multiplied with rows of
+    records, even of a layer below which nothing is trained.
+    """
     leaves, spec = tree_flatten((args, kwargs))
     leaves = [Shared.of(x) if isinstance(x, Tapped) else x for x in leaves]
     shared = [x for x in leaves if isinstance(x, Shared)]
-    call = CopiedCall(func, spec, leaves, shared, is_in_place(func, kwargs))
-    if getattr(func, "__name__", "") in PRODUCTS:
+    call = CopiedCall(func, spec, leaves, shared, is_in_place(func, kwargs), factor)
+    if not factor and getattr(func, "__name__", "") in PRODUCTS:
         call.tap.book.copied |= call.names
     if func.__class__.__name__ == "method-wrapper" and func.__name__ == "__get__":
         return call.run()
@@ -53,11 +57,13 @@ def with_copies(func: Callable, args: tuple, kwargs: dict) -> Any:
 class CopiedCall:
     """A function and its arguments, of which `shared` have a copy for each record."""
 
-    def __init__(self, func: Callable, spec: Any, leaves: list[Any], shared: list[Shared], in_place: bool) -> None:
+    def __init__(
+        self, func: Callable, spec: Any, leaves: list[Any], shared: list[Shared], in_place: bool, factor: bool
+    ) -> None:
         self.func, self.spec, self.leaves, self.shared = func, spec, leaves, shared
         self.tap, self.names = shared[0].tap, frozenset().union(*(s.entries for s in shared))
         self.new = any(s.fresh for s in shared)
-        self.in_place = in_place
+        self.in_place, self.factor = in_place, factor
         self.records, self.rows = self.tap.batch_size, self.tap.num_rows
 
     def refuse(self, why: str) -> UncoveredError:
@@ -75,7 +81,7 @@ class CopiedCall:
         if x.untyped_storage().data_ptr() in self.tap.book.constants:
             return []
         if not x.requires_grad:  # a mask, an index, or a frozen layer's output
-            return [0] if front else []
+            return [0] if front or self.factor and x.shape[0] % self.rows == 0 else []
         exactly = [a for a in range(x.dim()) if x.shape[a] == self.rows]
         scores = x.dim() == 4 and x.shape[2] == x.shape[3]  # (windows of all records, heads, query, key)
         if x.shape[0] % self.records == 0 and (front or scores or exactly[:1] not in ([0], [1])):

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from .attention import attention
 from .copied_call import with_copies
+from .low_rank import low_rank
 from .shared import Shared
 from .tap import AutogradOnlyError
 from .tapped import Tapped, is_in_place, part_of, plainly
@@ -50,13 +51,12 @@ def dispatch(func: Callable, args: tuple, kwargs: dict) -> Any:
     if func in DETACHES:
         return args[0].plain if isinstance(args[0], Tapped) else args[0].copies[0].detach()
     if not torch.is_grad_enabled() and not any(isinstance(x, Shared) for x in found):
-        return plainly(
-            func, args, kwargs
-        )  # inside a function with a gradient of its own (LoHa's), or of no use to one
+        return plainly(func, args, kwargs)  # inside a function with a gradient of its own (LoHa's), or of no use to one
     parts = part_of(func, args, kwargs)
     if parts is not None:
         return parts
-    return with_copies(func, args, kwargs)
+    result = low_rank(func, args, kwargs)
+    return with_copies(func, args, kwargs) if result is NotImplemented else result
 
 
 def _rule(func: Callable, args: tuple, kwargs: dict) -> Callable | None:

@@ -11,7 +11,7 @@ compares it with the call without them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,12 +33,8 @@ class Shared(Tensor):
 
     @staticmethod
     def __new__(cls, copies: Tensor, tap: Tap, names: frozenset[str], fresh: bool) -> Shared:
-        shared: Any = torch.Tensor._make_wrapper_subclass(
-            cls, copies.shape[1:], dtype=copies.dtype, device=copies.device, requires_grad=copies.is_floating_point()
-        )
-        shared.copies, shared.tap, shared.entries, shared.fresh = copies, tap, names, fresh
-        if copies.is_floating_point():  # what does not ask here first must not lose the gradient
-            plainly(Tensor.register_hook, (shared, _Leaked(names, tap)), {})
+        shared = wrapper(cls, copies, copies.shape[1:], tap, names, fresh)
+        shared.copies = copies
         return shared
 
     @classmethod
@@ -61,6 +57,17 @@ class Shared(Tensor):
     def __torch_dispatch__(cls, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:  # pyrefly: ignore[bad-override]
         found = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Shared))
         raise refusal(found.entries, found.tap, f"`{func}` takes it as it is")
+
+
+def wrapper(cls: type[Shared], like: Tensor, shape: Sequence[int], tap: Tap, names: frozenset[str], fresh: bool) -> Any:
+    """A tensor without values of its own, of the type and place of `like`."""
+    shared: Any = torch.Tensor._make_wrapper_subclass(
+        cls, shape, dtype=like.dtype, device=like.device, requires_grad=like.is_floating_point()
+    )
+    shared.tap, shared.entries, shared.fresh = tap, names, fresh
+    if like.is_floating_point():  # what does not ask here first must not lose the gradient
+        plainly(Tensor.register_hook, (shared, _Leaked(names, tap)), {})
+    return shared
 
 
 class _Leaked:
