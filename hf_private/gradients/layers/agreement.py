@@ -26,13 +26,14 @@ def agreement(copied_call: CopiedCall, run: Callable, for_all: bool) -> list[int
     leaves, records, call, in_place = copied_call.leaves, copied_call.records, copied_call.call, copied_call.in_place
     if any(isinstance(x, Tensor) and x.is_meta for x in leaves):
         with torch.random.fork_rng():
-            return _placed(run(leaves), call(_one(leaves)), records, for_all)
+            return _placed(run(leaves), call(_one(leaves)), records, for_all, 0.0)
     several, single = ([_leaf(x, one) for x in leaves] for one in (False, True))
     # Gradient checkpointing counts what is saved: this is not for it.
     keep = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     with torch.enable_grad(), keep, torch.random.fork_rng():
         copied, plain = (_changeable(x) if in_place else x for x in (several, single))
         wanted = call(plain)
+        limit = _limit(plain, wanted)
         try:
             found = run(copied)
         except UncoveredError:
@@ -43,21 +44,27 @@ def agreement(copied_call: CopiedCall, run: Callable, for_all: bool) -> list[int
             same = found.shape == wanted.shape
             if isinstance(found, Shared):
                 found = found.copies  # each of them, changed in place
-            same = same and _close(found, wanted)
+            same = same and _close(found, wanted, limit)
             pairs = [(found, wanted)]
         else:
-            placed = _placed(found, wanted, records, for_all)
+            placed = _placed(found, wanted, records, for_all, limit)
             if placed is None:
                 return None
             back = [restored(x, a) for x, a in zip(tree_leaves(found), placed, strict=True)]
             pairs = [(x, y) for x, y in zip(back, tree_leaves(wanted), strict=True) if isinstance(x, Tensor)]
-            same = all(_close(x, y) for x, y in pairs)
+            same = all(_close(x, y, limit) for x, y in pairs)
         if getattr(copied_call.func, "__name__", "") in RANDOM:
             return placed
-        return placed if same and _same_gradients(pairs, several, single) else None
+        return placed if same and _same_gradients(pairs, several, single, limit) else None
 
 
-def _placed(result: Any, wanted: Any, records: int, for_all: bool) -> list[int | None] | None:
+def _limit(leaves: list[Any], result: Any) -> float:
+    """How far results may be apart: the square root of the precision of the least precise tensor."""
+    tensors = [x for x in tree_leaves([leaves, result]) if isinstance(x, Tensor) and x.is_floating_point()]
+    return max((torch.finfo(x.dtype).eps for x in tensors), default=0.0) ** 0.5
+
+
+def _placed(result: Any, wanted: Any, records: int, for_all: bool, limit: float) -> list[int | None] | None:
     """The axis of the records in each of the results, None for what all share; None if the results are not those."""
     axes: list[int | None] = []
     for x, y in zip(tree_leaves(result), tree_leaves(wanted), strict=True):
@@ -73,7 +80,7 @@ def _placed(result: Any, wanted: Any, records: int, for_all: bool) -> list[int |
             and x.shape[a + 1] * records == y.shape[a]
             and all(x.shape[b + 1] == y.shape[b] for b in range(y.dim()) if b != a)
         ]
-        close = [a for a in fits if _close(restored(x, a), y)]
+        close = [a for a in fits if _close(restored(x, a), y, limit)]
         if not close:
             return None
         axes.append(close[0])
@@ -81,8 +88,8 @@ def _placed(result: Any, wanted: Any, records: int, for_all: bool) -> list[int |
 
 
 def restored(x: Any, axis: int | None) -> Any:
-    """Results (N, ...) with the records where the call has them."""
-    return x.movedim(0, axis).flatten(axis, axis + 1) if isinstance(x, Tensor) and axis is not None else x
+    """Results (N, ...) with the records where the call has them, in the order in memory that `view` expects."""
+    return x.movedim(0, axis).flatten(axis, axis + 1).contiguous() if isinstance(x, Tensor) and axis is not None else x
 
 
 def _one(leaves: list[Any]) -> list[Any]:
@@ -108,7 +115,9 @@ def _changeable(leaves: list[Any]) -> list[Any]:
     return [first.with_copies(first.copies.clone()) if isinstance(first, Shared) else first.clone(), *leaves[1:]]
 
 
-def _same_gradients(pairs: list[tuple[Tensor, Tensor]], several: list[Any], single: list[Any]) -> bool:
+def _same_gradients(
+    pairs: list[tuple[Tensor, Tensor]], several: list[Any], single: list[Any], limit: float
+) -> bool:
     """Whether gradients with copies, added up over the records, are those without."""
     pairs = [(x, y) for x, y in pairs if y.requires_grad and x.requires_grad]
     inputs = [
@@ -130,15 +139,14 @@ def _same_gradients(pairs: list[tuple[Tensor, Tensor]], several: list[Any], sing
         each = pairs[0][0].dim() > pairs[0][1].dim()  # one result for each record, all with the same weights
         times = len(pairs[0][0]) if each else 1
         total = g.sum(0) if g.dim() > expected.dim() else g
-        if not _close(total, times * expected):
+        if not _close(total, times * expected, limit):
             return False
     return True
 
 
-def _close(x: Tensor, y: Tensor) -> bool:
+def _close(x: Tensor, y: Tensor, limit: float) -> bool:
     if x.is_meta or not x.is_floating_point():
         return True
-    limit = torch.finfo(x.dtype).eps ** 0.5
     x, y = x.detach(), y.detach()
     sizes = y.abs()[torch.isfinite(y)]
     largest = float(sizes.max()) if sizes.numel() else 0.0

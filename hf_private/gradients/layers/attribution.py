@@ -71,6 +71,7 @@ class Layout:
 
 MODELS: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, dict[tuple, Layout]]] = WeakKeyDictionary()
 MERGES: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, dict[tuple, tuple]]] = WeakKeyDictionary()
+HINTS: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, dict[tuple, set]]] = WeakKeyDictionary()
 
 
 class Attribution:
@@ -83,6 +84,7 @@ class Attribution:
     def __init__(self, model: nn.Module) -> None:
         self._layouts = MODELS.setdefault(model, WeakKeyDictionary())
         self._merges = MERGES.setdefault(model, WeakKeyDictionary())
+        self._hints = HINTS.setdefault(model, WeakKeyDictionary())
         self._inputs: frozenset[tuple] = frozenset()
         self._new = False  # a use was announced that was not measured before
         self._recording = False
@@ -96,6 +98,10 @@ class Attribution:
     def merges(self, module: nn.Module) -> dict[tuple, tuple]:
         """Where activations had their records when they met copies of a module's parameters, by call."""
         return self._merges.setdefault(module, {})
+
+    def hints(self, module: nn.Module) -> dict[tuple, set]:
+        """Where activations had their records when lengths left no choice, by kind of call."""
+        return self._hints.setdefault(module, {})
 
     def begin(self, args: tuple, kwargs: dict) -> None:
         """Note the inputs of the model: other names or ranks may mean other layouts."""

@@ -50,7 +50,10 @@ def with_copies(func: Callable, args: tuple, kwargs: dict, factor: bool = False)
         return result
     plain = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and not isinstance(x, Shared)]
     if not any(call.axes(i) for i in plain):
+        call.hints.add(())
         return call.run()
+    if call.hints == {()} and not any(leaves[i].requires_grad for i in plain):
+        return call.run()  # a table of as many rows as there are records
     return call.merge(plain)
 
 
@@ -65,6 +68,9 @@ class CopiedCall:
         self.new = any(s.fresh for s in shared)
         self.in_place, self.factor = in_place, factor
         self.records, self.rows = self.tap.batch_size, self.tap.num_rows
+        # The axes that such calls had where lengths left no choice, as in the self-check's batches: tried first.
+        kinds = (func, str(spec), *(x.dim() if isinstance(x, Tensor) else None for x in leaves))
+        self.hints: set[tuple] = self.tap.hints.setdefault(kinds, set())
 
     def refuse(self, why: str) -> UncoveredError:
         return refusal(self.names, self.tap, f"{getattr(self.func, '__name__', self.func)}: {why}")
@@ -88,7 +94,8 @@ class CopiedCall:
             exactly = [0, *exactly]
         elif x.shape[0] % self.records == 0:
             exactly = [*exactly, 0]
-        return list(dict.fromkeys(exactly))
+        several = [a for a in range(x.dim()) if x.shape[a] % self.rows == 0]  # (groups, tokens of all records, width)
+        return list(dict.fromkeys([*exactly, *several]))
 
     def call(self, leaves: list[Any]) -> Any:
         args, kwargs = tree_unflatten(leaves, self.spec)
@@ -206,6 +213,10 @@ class CopiedCall:
         """What to try: the axis of each argument, and whether of a copy with as many rows the record's own count."""
         options = {i: self.axes(i) or [None] for i in plain}
         attempts = max(len(o) for o in options.values())
+        if attempts == 1:
+            self.hints.add(tuple((i, o[0]) for i, o in options.items()))
+        for i, likeliest in next(iter(self.hints)) if len(self.hints) == 1 else ():
+            options[i] = list(dict.fromkeys([likeliest, *options[i]]))
         found = []
         for k in range(attempts):
             axes = [options[i][min(k, len(options[i]) - 1)] if i in options else None for i in range(len(self.leaves))]

@@ -55,7 +55,7 @@ class Tap:
         self.path = path
         self.names = names
         self.layouts = book.attribution.layouts(module)
-        self.merges = book.attribution.merges(module)
+        self.merges, self.hints = book.attribution.merges(module), book.attribution.hints(module)
         places = [(local, *local.rpartition(".")[::2]) for local in names]
         self._places = {local: (module.get_submodule(owner)._parameters, leaf) for local, owner, leaf in places}
 
