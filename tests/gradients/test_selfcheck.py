@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from hf_private.gradients import selfcheck
@@ -475,3 +476,31 @@ def test_it_says_that_it_runs(capsys):
     model, _ = zoo.build("bert", torch.float32)
     check(model, records_meet=False)
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_lora_on_experts_passes():
+    """PEFT writes their weights to themselves in each forward pass, which changes nothing."""
+    model = get_peft_model(zoo.make("mixtral"), LoraConfig(r=2, target_modules=[], target_parameters=["down_proj"]))
+    assert "exact" in check(model)
+
+
+class Adapted(nn.Module):
+    """PEFT's name for the layer below an adapter."""
+
+    def __init__(self):
+        super().__init__()
+        self.base_layer = nn.Module()
+        self.base_layer.weight = nn.Parameter(torch.randn(6, 6), requires_grad=False)
+        self.adapter = nn.Linear(6, 6)
+
+    def forward(self, x):
+        self.base_layer.weight.data += 1e-3 * x.mean()
+        return self.adapter(x @ self.base_layer.weight)
+
+
+def test_a_layer_with_an_adapter_may_not_change_its_weights():
+    def make(records, length, generator=None):
+        return {"x": torch.randn(records, length, 6, generator=generator)}
+
+    with pytest.raises(SelfCheckError, match="base_layer.weight`: a buffer or a weight that a forward pass changes"):
+        self_check(Adapted(), lambda model, batch: model(batch["x"]).square().mean((1, 2)), make)

@@ -139,16 +139,98 @@ def test_experts_are_exact_whatever_kernel_is_configured(kernel):
         assert_exact(model, loss, zoo.make_batch(model, batch_size, length), tolerance=1e-4)
 
 
-def test_experts_with_adapters_are_exact():
-    model = zoo.make("mixtral")
-    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=[], target_parameters=names))
+def adapted_experts(names):
+    adapted = get_peft_model(zoo.make("mixtral"), LoraConfig(r=2, target_modules=[], target_parameters=names))
     with torch.no_grad():
         for name, p in adapted.named_parameters():
             if "lora_" in name:
                 p.normal_(std=0.3)
+    return adapted
+
+
+@pytest.mark.parametrize("other", ["experts.gate_up_proj", "gate.weight"])
+def test_experts_with_adapters_are_exact_without_copies_of_their_weights(other):
+    """The weight with its adapter, W + s B A, is never formed for each record."""
+    adapted = adapted_experts(["mlp.experts.down_proj", f"mlp.{other}"])
     for batch_size, length in [(2, 6), (3, 7)]:
         assert_exact(adapted, zoo.loss_of(adapted), zoo.make_batch(adapted, batch_size, length))
+    with BookKeeper(adapted) as book:
+        book.backward(zoo.loss_of(adapted)(adapted, zoo.make_batch(adapted, 2, 6)))
+        assert not book.copied
+
+
+class Factors(nn.Module):
+    """A product of two narrow matrices, used in ways that no rule covers."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.head, self.use = nn.Linear(6, 6), use
+        self.a, self.b = nn.Parameter(torch.randn(2, 6)), nn.Parameter(torch.randn(6, 2))
+        self.frozen = nn.Parameter(torch.randn(6, 6), requires_grad=False)
+
+    def forward(self, x):
+        return self.use(self.head(x), self.frozen + 0.5 * (self.b @ self.a))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x, w: x @ w,
+        lambda x, w: F.linear(x, w.T, x[0, 0, :1].detach().expand(6) * 0),
+        lambda x, w: F.linear(x, w.float().double()),
+        lambda x, w: torch.einsum("ntd,de->nte", x, w / w.norm()),
+        lambda x, w: x * w[0] + w.sum(1),
+    ],
+)  # fmt: skip
+def test_a_product_of_narrow_matrices_is_exact_however_it_is_used(use):
+    torch.manual_seed(0)
+    model = Factors(use).double()
+    for batch_size in (1, 2, 4):
+        x = torch.randn(batch_size, 4, 6).double()
+        assert_exact(model, lambda model, batch: model(batch["x"]).square().sum((1, 2)), {"x": x}, tolerance=1e-6)
+
+
+class Grouped(nn.Module):
+    """A product for each group of features, of the tokens of all records: (groups, records * tokens, width)."""
+
+    def __init__(self, groups=4):
+        super().__init__()
+        self.below, self.weight, self.groups = nn.Linear(6, groups * 6), nn.Parameter(torch.randn(groups, 6, 5)), groups
+
+    def forward(self, x):
+        rows = self.below(x).view(-1, self.groups, 6).transpose(0, 1)
+        return torch.baddbmm(torch.zeros(self.groups, 1, 5).to(x), rows, self.weight * 1.0).view(self.groups, len(x), -1)
+
+
+def test_what_one_batch_shows_of_axes_is_tried_first_in_others():
+    """With 4 groups and 4 records both axes could hold records. A batch of 7 records, as in the self-check, shows it."""
+    torch.manual_seed(0)
+    model = Grouped().double()
+    for batch_size in (7, 4, 2, 8):
+        batch = {"x": torch.randn(batch_size, 4, 6).double()}
+        assert_exact(model, lambda model, batch: model(batch["x"]).square().sum((0, 2)), batch)
+
+
+class LessPrecise(nn.Module):
+    """A scale of double precision in a product of single precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.below, self.scale, self.kinds = nn.Linear(6, 6), nn.Parameter(torch.randn(3)), []
+
+    def forward(self, x):
+        y = self.below(x).float() * self.scale[0]
+        self.kinds.append(type(y))
+        return y.double()
+
+
+def test_rounding_in_a_part_of_a_model_does_not_hide_the_records():
+    """Else each record's copy would be applied to all records."""
+    torch.manual_seed(0)
+    model = LessPrecise().double()
+    with BookKeeper(model) as book:
+        book.backward(model(torch.randn(7, 11, 6).double()).square().sum((1, 2)))
+    assert model.kinds == [torch.Tensor]
 
 
 def test_an_input_that_all_records_share_is_exact():

@@ -358,6 +358,18 @@ MUTANTS = (
         "tests/mechanism/test_units.py::test_norms_and_sums_of_units_are_exact",
     ),
     Mutant(
+        "a product of LoRA's factors leaves out the weight that it is added to",
+        "gradients/layers/low_rank.py",
+        (("return y if self.base is None else x @ self.base + y", "return y"),),
+        "tests/gradients/test_shared.py::test_experts_with_adapters_are_exact_without_copies_of_their_weights",
+    ),
+    Mutant(
+        "a layer with an adapter may change its weights",
+        "gradients/selfcheck.py",
+        (("name: float(p.detach().sum(dtype=torch.float64)) if", "name: 0.0 if"),),
+        "tests/gradients/test_selfcheck.py::test_a_layer_with_an_adapter_may_not_change_its_weights",
+    ),
+    Mutant(
         "copies that meet activations of new shapes are not measured",
         "gradients/layers/copied_call.py",
         (("            self.tap.book.attribution.require()", "            pass"),),
@@ -368,7 +380,7 @@ MUTANTS = (
         "gradients/layers/agreement.py",
         (
             (
-                "return placed if same and _same_gradients(pairs, several, single) else None",
+                "return placed if same and _same_gradients(pairs, several, single, limit) else None",
                 "return placed if same else None",
             ),
         ),
