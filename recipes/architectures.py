@@ -105,9 +105,12 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "blip-2": {"image_token_index": 3},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
-        "rope_parameters": {kind: ROPE for kind in ("sliding_attention", "full_attention")},
+        "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), ROPE),
     },
-    "dbrx": {"attn_config": DbrxAttentionConfig(rope_theta=10000.0, kv_n_heads=2, clip_qkv=8.0), "ffn_config.hidden_size": 32},
+    "dbrx": {
+        "attn_config": DbrxAttentionConfig(rope_theta=10000.0, kv_n_heads=2, clip_qkv=8.0),
+        "ffn_config.hidden_size": 32,
+    },
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
     "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
@@ -117,6 +120,18 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "mobilevitv2": {"image_size": 64},
     **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), {"vision_start_token_id": 6}),
+    "audio-spectrogram-transformer": {"max_length": 32, "num_mel_bins": 32},
+    **dict.fromkeys(("resnet", "regnet"), {"embedding_size": 16, "hidden_sizes": [16, 16, 32, 32], "depths": [1] * 4}),
+    "bit": {"embedding_size": 32, "hidden_sizes": [32, 32, 64, 64], "depths": [1] * 4},
+    **dict.fromkeys(("convnext", "convnextv2"), {"hidden_sizes": [8, 16, 16, 32], "depths": [1] * 4}),
+    "pvt_v2": {"hidden_sizes": [8, 16, 40, 64], "depths": [1] * 4},
+    "hiera": {"depths": [1] * 4},
+    "florence2": {
+        "vision_config.embed_dim": [16, 16, 32, 32],
+        "vision_config.depths": [1] * 4,
+        "vision_config.num_heads": [2] * 4,
+        "vision_config.num_groups": [2] * 4,
+    },
     "step3p5": {"sliding_window": 4},
     "glm5_next_text": {"num_key_value_heads": 4, "index_kpool": 2},
     "fun_asr_nano": {"adaptor_config.intermediate_size": 8},
@@ -157,7 +172,7 @@ def sizes(config: PreTrainedConfig) -> dict[str, Any]:
 
 def layers_of_each_kind(config: PreTrainedConfig) -> dict[str, Any]:
     """One layer of each kind that the default config has, where there are several."""
-    names = [n for n in ("layer_types", "mlp_layer_types") if isinstance(getattr(config, n, None), (list, tuple))]
+    names = [n for n in ("layer_types", "mlp_layer_types") if isinstance(vars(config).get(n), (list, tuple))]
     kinds = {name: list(dict.fromkeys(getattr(config, name))) for name in names}
     depth = max((len(found) for found in kinds.values()), default=0)
     if depth < 2:

@@ -129,7 +129,7 @@ def _check_loop(
 
 
 def checked(model: nn.Module, head: str) -> str:
-    """What the self-check says of an exact model: passed, or its message. What no loss reaches is frozen, as it asks."""
+    """What the self-check says of an exact model: passed, or its message. What no loss reaches is frozen before it."""
     try:
         loss, make = PerSampleLoss(model), lambda *args: synthetic_batch(model, *args)
         losses = loss(model, make(2, 11))

@@ -152,7 +152,9 @@ def _writes(model: nn.Module) -> dict[str, float]:
     gathers and writes.
     """
     return {
-        name: float(p.detach().sum(dtype=torch.float64)) if is_adapted(path) and not isinstance(module, nn.Linear) else p._version
+        name: float(p.detach().sum(dtype=torch.float64))
+        if is_adapted(path) and not isinstance(module, nn.Linear)
+        else p._version
         for path, module in model.named_modules()
         for name, p in module.named_parameters(path, recurse=False)
         if not isinstance(p, DTensor)

@@ -195,15 +195,20 @@ class Grouped(nn.Module):
 
     def __init__(self, groups=4):
         super().__init__()
-        self.below, self.weight, self.groups = nn.Linear(6, groups * 6), nn.Parameter(torch.randn(groups, 6, 5)), groups
+        self.below, self.weight, self.groups = (
+            nn.Linear(6, groups * 6),
+            nn.Parameter(torch.randn(groups, 6, 5)),
+            groups,
+        )
 
     def forward(self, x):
-        rows = self.below(x).view(-1, self.groups, 6).transpose(0, 1)
-        return torch.baddbmm(torch.zeros(self.groups, 1, 5).to(x), rows, self.weight * 1.0).view(self.groups, len(x), -1)
+        rows, groups = self.below(x).view(-1, self.groups, 6).transpose(0, 1), self.groups
+        y = torch.baddbmm(torch.zeros(groups, 1, 5).to(x), rows, self.weight * 1.0)
+        return y.view(groups, len(x), -1)
 
 
 def test_what_one_batch_shows_of_axes_is_tried_first_in_others():
-    """With 4 groups and 4 records both axes could hold records. A batch of 7 records, as in the self-check, shows it."""
+    """With 4 groups and 4 records both axes could hold records; a batch of 7, as in the self-check, shows which."""
     torch.manual_seed(0)
     model = Grouped().double()
     for batch_size in (7, 4, 2, 8):

@@ -88,8 +88,8 @@ def _placed(result: Any, wanted: Any, records: int, for_all: bool, limit: float)
 
 
 def restored(x: Any, axis: int | None) -> Any:
-    """Results (N, ...) with the records where the call has them, in the order in memory that `view` expects."""
-    return x.movedim(0, axis).flatten(axis, axis + 1).contiguous() if isinstance(x, Tensor) and axis is not None else x
+    """Results (N, ...) with the records where the call has them."""
+    return x.movedim(0, axis).flatten(axis, axis + 1) if isinstance(x, Tensor) and axis is not None else x
 
 
 def _one(leaves: list[Any]) -> list[Any]:
@@ -115,9 +115,7 @@ def _changeable(leaves: list[Any]) -> list[Any]:
     return [first.with_copies(first.copies.clone()) if isinstance(first, Shared) else first.clone(), *leaves[1:]]
 
 
-def _same_gradients(
-    pairs: list[tuple[Tensor, Tensor]], several: list[Any], single: list[Any], limit: float
-) -> bool:
+def _same_gradients(pairs: list[tuple[Tensor, Tensor]], several: list[Any], single: list[Any], limit: float) -> bool:
     """Whether gradients with copies, added up over the records, are those without."""
     pairs = [(x, y) for x, y in pairs if y.requires_grad and x.requires_grad]
     inputs = [

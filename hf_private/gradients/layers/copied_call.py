@@ -211,7 +211,7 @@ class CopiedCall:
 
     def choices(self, plain: list[int]) -> list[tuple[list[int | None], bool]]:
         """What to try: the axis of each argument, and whether of a copy with as many rows the record's own count."""
-        options = {i: self.axes(i) or [None] for i in plain}
+        options: dict[int, list[int | None]] = {i: [*self.axes(i)] or [None] for i in plain}
         attempts = max(len(o) for o in options.values())
         if attempts == 1:
             self.hints.add(tuple((i, o[0]) for i, o in options.items()))

@@ -51,7 +51,9 @@ def dispatch(func: Callable, args: tuple, kwargs: dict) -> Any:
     if func in DETACHES:
         return args[0].plain if isinstance(args[0], Tapped) else args[0].copies[0].detach()
     if not torch.is_grad_enabled() and not any(isinstance(x, Shared) for x in found):
-        return plainly(func, args, kwargs)  # inside a function with a gradient of its own (LoHa's), or of no use to one
+        return plainly(
+            func, args, kwargs
+        )  # inside a function with a gradient of its own (LoHa's), or of no use to one
     parts = part_of(func, args, kwargs)
     if parts is not None:
         return parts

@@ -47,39 +47,53 @@ class LowRank(Shared):
         y = self.scale * _matmul(_matmul(x, self.lhs), self.rhs)
         return y if self.base is None else x @ self.base + y
 
+    def map(self, change: Callable[[Any], Any]) -> LowRank:
+        """The value with something done to each of its parts."""
+        base = None if self.base is None else change(self.base)
+        return LowRank(base, change(self.lhs), change(self.rhs), self.scale)
+
     def transposed(self) -> LowRank:
-        base = None if self.base is None else self.base.mT
-        return LowRank(base, self.rhs.mT, self.lhs.mT, self.scale)
+        flipped = self.map(lambda x: x.mT)
+        return LowRank(flipped.base, flipped.rhs, flipped.lhs, self.scale)
 
 
 def low_rank(func: Callable, args: tuple, kwargs: dict) -> Any:
     """The result of a call that makes a product of narrow matrices or keeps it one; `NotImplemented` for others."""
-    first, second = (*args, None, None)[:2]
+    if len(args) < 2 or not isinstance(args[0], Tensor):
+        return _kept(func, args, kwargs) if args and isinstance(args[0], LowRank) else NotImplemented
+    first, second = args[:2]
     if func is torch.baddbmm and len(args) == 3 and not _is_shared(first) and set(kwargs) <= {"alpha"}:
         return _of(first, *args[1:], kwargs.get("alpha", 1.0))
-    if func in MATMULS and len(args) == 2 and first.dim() == second.dim() == 2:
-        if isinstance(second, LowRank) and not _is_shared(first):
-            return second.product(first)
+    if func in MATMULS and first.dim() == second.dim() == 2 and _is_shared(first):
         return _of(None, first, second, 1.0)
-    if func is F.linear and isinstance(second, LowRank) and second.dim() == 2 and not _is_shared(first):
-        bias = args[2] if len(args) > 2 else kwargs.get("bias")
-        y = second.transposed().product(first)
-        return y if bias is None else y + bias
-    if isinstance(first, LowRank) and getattr(func, "__name__", "") in CASTS:
-        base, lhs, rhs = (None if x is None else func(x, *args[1:], **kwargs) for x in (first.base, first.lhs, first.rhs))
-        return LowRank(base, lhs, rhs, first.scale)
-    value, other = (first, second) if isinstance(first, LowRank) else (second, first)
-    if not isinstance(value, LowRank) or kwargs:
+    if isinstance(second, LowRank) and second.dim() == 2 and not _is_shared(first):
+        if func in MATMULS:
+            return second.product(first)
+        if func is F.linear:
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            y = second.transposed().product(first)
+            return y if bias is None else y + bias
+    return _kept(func, args, kwargs)
+
+
+def _kept(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """The result of a function that leaves a product of narrow matrices one."""
+    value, *others = args if isinstance(args[0], LowRank) else args[::-1]
+    if not isinstance(value, LowRank):
         return NotImplemented
+    if value is args[0] and getattr(func, "__name__", "") in CASTS:
+        return value.map(lambda x: func(x, *others, **kwargs))
+    if func in TRANSPOSES:
+        return value.transposed()
+    if len(others) != 1 or kwargs:
+        return NotImplemented
+    (other,) = others
     if func in SCALES and isinstance(other, (int, float)):
         return LowRank(None if value.base is None else other * value.base, value.lhs, value.rhs, other * value.scale)
     if func in SUMS and isinstance(other, Tensor) and other.shape == value.shape and not _is_shared(other):
         return LowRank(other if value.base is None else value.base + other, value.lhs, value.rhs, value.scale)
-    if func in TRANSPOSES:
-        return value.transposed()
     if func is Tensor.__getitem__ and value.dim() == 3 and (isinstance(other, int) or _is_number(other)):
-        base = None if value.base is None else value.base[other]
-        return LowRank(base, value.lhs[other], value.rhs[other], value.scale)
+        return value.map(lambda x: x[other])
     return NotImplemented
 
 
@@ -87,8 +101,7 @@ def _of(base: Tensor | None, lhs: Tensor, rhs: Tensor, scale: float) -> Any:
     """A new product of two factors that all records share, if it is larger than they are."""
     if not (_is_shared(lhs) and _is_shared(rhs)) or lhs.shape[-1] >= min(lhs.shape[-2], rhs.shape[-1]):
         return NotImplemented
-    lhs, rhs = (Shared.of(x) if isinstance(x, Tapped) else x for x in (lhs, rhs))
-    return LowRank(base, lhs, rhs, scale)
+    return LowRank(base, _shared(lhs), _shared(rhs), scale)
 
 
 def _matmul(x: Tensor, factor: Shared) -> Tensor:
@@ -99,5 +112,11 @@ def _is_shared(x: Any) -> bool:
     return isinstance(x, (Shared, Tapped))
 
 
+def _shared(x: Any) -> Shared:
+    return Shared.of(x) if isinstance(x, Tapped) else x
+
+
 def _is_number(index: Any) -> bool:
-    return isinstance(index, Tensor) and index.dim() == 0 and not index.is_floating_point() and index.dtype != torch.bool
+    return (
+        isinstance(index, Tensor) and index.dim() == 0 and not index.is_floating_point() and index.dtype != torch.bool
+    )

@@ -59,7 +59,9 @@ class Shared(Tensor):
         raise refusal(found.entries, found.tap, f"`{func}` takes it as it is")
 
 
-def wrapper(cls: type[Shared], like: Tensor, shape: Sequence[int], tap: Tap, names: frozenset[str], fresh: bool) -> Any:
+def wrapper(
+    cls: type[Shared], like: Tensor, shape: Sequence[int], tap: Tap, names: frozenset[str], fresh: bool
+) -> Any:
     """A tensor without values of its own, of the type and place of `like`."""
     shared: Any = torch.Tensor._make_wrapper_subclass(
         cls, shape, dtype=like.dtype, device=like.device, requires_grad=like.is_floating_point()
