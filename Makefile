@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 CODE   := hf_private tests recipes
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow quality style bench bench-all bench-peers growth zoo families mutants clean
+.PHONY: help install demo test test-slow test-quantized quality style bench bench-all bench-peers growth zoo families mutants clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,6 +22,9 @@ test: $(VENV)/.all  ## the tests and doctests, in less than ten minutes
 
 test-slow: $(VENV)/.all  ## the tests that take minutes each
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+
+test-quantized: $(VENV)/.quantized  ## the tests of 4-bit and 8-bit bases, with the extra `quantized` (150 MB)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/gradients/test_quantized.py
 
 quality: $(VENV)/.all  ## lint, format and types, without changing anything
 	$(BIN)/ruff check $(CODE)
@@ -72,6 +75,10 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.all: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable ".[dev]"
 	@touch $@ $(VENV)/.demo
+
+$(VENV)/.quantized: $(VENV)/.all
+	$(PIP) --editable ".[quantized]"
+	@touch $@
 
 # Layered over .venv, so that peers run on the very same torch and may not change it.
 $(VENV)/.peers/.done: $(VENV)/.all

@@ -89,6 +89,6 @@ def model_path(name: str) -> str:
         check_pretrained(folder)
         return str(folder)
     if name.startswith("outputs/") and not Path(name).is_dir():
-        remedy = " Make it first: python recipes/pretrain_tiny.py --output_dir outputs/gpt2_tiny."
-        raise FileNotFoundError(f"There is no model in {name}.{remedy if name == 'outputs/gpt2_tiny' else ''}")
+        remedy = " Make it first: recipes/pretrain_tiny.py says how." if "/gpt2_" in name else ""
+        raise FileNotFoundError(f"There is no model in {name}.{remedy}")
     return name

@@ -8,32 +8,34 @@
 
 Needs the extra `trl`. A record is a conversation, and the loss counts what the assistant says. `--chats` names a file
 of JSON lines, each with `messages`: a list of {"role", "content"}; for several conversations of one person also with
-the column that `--unit_column` names. The default is `sgd/train.tsv.gz` (Schema-Guided Dialogue) in HF_PRIVATE_DATA,
-whose turns are joined to conversations; `sgd/dev.tsv.gz` is the evaluation set.
+the column that `--unit_column` names. The default is the private half of the training conversations of Schema-Guided
+Dialogue in HF_PRIVATE_DATA (recipes/conversations.py); its dev conversations are the evaluation set.
+
+`--nonprivate` trains the same model without clipping and noise, and `--untuned` evaluates it as it is, for comparison.
 
 A YAML file holds fields of the options below, of DPConfig and of TRL's SFTConfig; the command line takes precedence.
 """
 
-import csv
-import gzip
 import json
 import math
-import os
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import data
+import torch
+from conversations import chats, turns
 from datasets import Dataset, DatasetInfo
+from e2e import perplexity, token_losses
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, TrlParser
 
 from hf_private import DPConfig
+from hf_private.config import BUDGETS
 from hf_private.integrations.trl import DPSFTTrainer
 
-ROLES = {"U": "user", "S": "assistant"}  # of SGD
 TEMPLATE = Path(__file__).parent / "configs" / "chat.jinja"  # for tokenizers without one
 
 
@@ -45,33 +47,32 @@ class SFTOptions:
     chats: str | None = field(default=None, metadata={"help": "JSON lines of conversations; default: SGD's."})
     eval_chats: str | None = field(default=None, metadata={"help": "Conversations of other people, to evaluate on."})
     rank: int | None = field(default=None, metadata={"help": "Rank of LoRA; default: all weights are trained."})
+    nonprivate: bool = field(default=False, metadata={"help": "No clipping and no noise. NOT PRIVATE; to compare."})
+    untuned: bool = field(default=False, metadata={"help": "Evaluate the model as it is; train and save nothing."})
+    answers: int = field(default=0, metadata={"help": "Print the model's answer in N evaluation conversations."})
+    max_eval_records: int | None = field(default=None, metadata={"help": "Evaluate on the first N conversations."})
     max_records: int | None = field(default=None, metadata={"help": "Use the first N conversations only."})
 
 
-def conversations(turns: Iterable[dict[str, str]]) -> list[dict[str, Any]]:
-    """SGD's turns as chats, one for each dialogue. A dialogue begins with the user.
-
-    >>> conversations([{"dialogue": "1", "speaker": "U", "utterance": "Hi"}])
-    [{'messages': [{'role': 'user', 'content': 'Hi'}]}]
-    """
-    chats: dict[str, list[dict[str, str]]] = {}
-    for turn in turns:
-        said = {"role": ROLES[turn["speaker"]], "content": turn["utterance"]}
-        chats.setdefault(turn["dialogue"], []).append(said)
-    return [{"messages": messages} for messages in chats.values()]
-
-
-def read(file: str | None, split: str, limit: int | None) -> Dataset | None:
-    """The conversations of a file of JSON lines, or of SGD; None if there is no such file of SGD."""
+def read(file: str | None, split: str, limit: int | None) -> Dataset:
+    """The conversations of a file of JSON lines, or of SGD with their numbers."""
     if file is not None:
         records = [json.loads(line) for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
         return Dataset.from_list(records[:limit], info=DatasetInfo(dataset_name=Path(file).name))
-    path = Path(os.environ.get("HF_PRIVATE_DATA", "."), "sgd", f"{split}.tsv.gz")
-    if not path.is_file():
-        return None
-    with gzip.open(path, "rt", encoding="utf-8", newline="") as turns:
-        found = conversations(csv.DictReader(turns, delimiter="\t", quoting=csv.QUOTE_NONE))
-    return Dataset.from_list(found[:limit], info=DatasetInfo(dataset_name="schema_guided_dialogue"))
+    found = chats(turns(split, "private" if split == "train" else None))
+    records = [{"dialogue": f"{split} {number}", "messages": messages} for number, messages in found.items()]
+    return Dataset.from_list(records[:limit], info=DatasetInfo(dataset_name="schema_guided_dialogue"))
+
+
+@torch.no_grad()
+def answers(model: Any, tokenizer: Any, conversations: list[list[dict[str, str]]]) -> Iterator[tuple[str, str]]:
+    """What users say first, and the model's most likely answer."""
+    model.eval()
+    for messages in conversations:
+        prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, return_tensors="pt")
+        ids = prompt["input_ids"].to(model.device)
+        made = model.generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+        yield messages[0]["content"], tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True).strip()
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -82,25 +83,36 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     tokenizer.chat_template = tokenizer.chat_template or TEMPLATE.read_text()
-    records = read(options.chats, "train", options.max_records)
-    if records is None:
-        raise FileNotFoundError("No conversations: pass `--chats FILE`, or set HF_PRIVATE_DATA to a folder with sgd/.")
+    if options.nonprivate:
+        free = {"noise_multiplier": 0.0, "clip_norm": math.inf, "clipping": "flat"}
+        dp_config = replace(dp_config, **dict.fromkeys(BUDGETS), **free)
+    evaluated = None
+    if options.eval_chats or not options.chats:
+        evaluated = read(options.eval_chats, "dev", options.max_eval_records)
     trainer = DPSFTTrainer(
         AutoModelForCausalLM.from_pretrained(path),
         args,
         dp_config=dp_config,
-        train_dataset=records,
-        eval_dataset=None if options.chats and not options.eval_chats else read(options.eval_chats, "dev", None),
+        train_dataset=read(options.chats, "train", options.max_records),
+        eval_dataset=evaluated,
         processing_class=tokenizer,
+        compute_metrics=perplexity,
+        preprocess_logits_for_metrics=token_losses,
         peft_config=LoraConfig(r=options.rank, target_modules="all-linear") if options.rank else None,
     )
-    trainer.train(args.resume_from_checkpoint)
-    metrics = trainer.evaluate() if trainer.eval_dataset is not None else {}
-    if metrics:
-        metrics["eval_perplexity"] = math.exp(metrics["eval_loss"])
+    if not options.untuned:
+        trainer.train(args.resume_from_checkpoint)
+    metrics = trainer.evaluate() if evaluated is not None else {}
+    if evaluated is not None and trainer.is_world_process_zero():
+        for asked, said in answers(trainer.model, tokenizer, evaluated["messages"][: options.answers]):
+            print(f"User: {asked}\nAssistant: {said}")
+    if options.untuned:
+        print(json.dumps(metrics))
+        return metrics
     trainer.save_model()
     if trainer.is_world_process_zero():
         Path(args.output_dir, "results.json").write_text(json.dumps(metrics, indent=2) + "\n")
+        print(json.dumps(metrics))
         print(trainer.privacy_spent())
     return metrics
 

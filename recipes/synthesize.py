@@ -16,8 +16,8 @@ unfinished are left out, and so are repetitions of other *synthetic* texts. They
 what is left out would then depend on the records.
 
 The output folder gets the model with its card, and `synthetic/`, a `datasets` folder whose card and privacy.json are
-the model's guarantee. `--compare` prints how the texts compare with the private ones, such as the longest passage
-that both have. These numbers are NOT PRIVATE: they go to the screen of whoever holds the data, and into no file.
+the model's guarantee. recipes/compare_texts.py tells, to whoever holds the private texts, how good the synthetic ones
+are.
 """
 
 import json
@@ -25,13 +25,12 @@ import random
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
 import data
 import torch
-from datasets import Dataset, load_from_disk
+from datasets import Dataset
 from e2e import IGNORE, PadRight, perplexity, token_losses
 from options import RecipeOptions, parse
 from training import RecipeTrainer, finish, train, with_method
@@ -71,7 +70,6 @@ class SynthesisOptions(RecipeOptions):
     temperature: float = field(default=1.0, metadata={"help": "Below 1: likelier, less varied texts."})
     top_p: float = field(default=0.95, metadata={"help": "Sample among the likeliest tokens up to this probability."})
     sample_batch: int = field(default=64, metadata={"help": "Texts that are sampled together."})
-    compare: bool = field(default=False, metadata={"help": "Print NOT PRIVATE comparisons with the private texts."})
 
 
 def prompt(codes: dict[str, Any]) -> str:
@@ -171,25 +169,6 @@ def write(folder: Path, texts: Dataset, drawn: int, model_folder: Path, options:
     (folder / "README.md").write_text(words)
 
 
-def compare(texts: list[str], private: list[str], most: int = 200) -> dict[str, float]:
-    """NOT PRIVATE: lengths and vocabulary of both, and the longest passage, in words, that both have."""
-    ours, theirs = ([text.lower().split() for text in some] for some in (texts, private))
-    known = {word for words in theirs for word in words}
-    vocabulary = {word for words in ours for word in words}
-    longest = 0
-    for words in ours[:most]:
-        for other in theirs:
-            if len(other) > longest and known.intersection(words):
-                match = SequenceMatcher(None, words, other, autojunk=False).find_longest_match()
-                longest = max(longest, match.size)
-    return {
-        "nonprivate_words_per_text": sum(map(len, theirs)) / max(1, len(theirs)),
-        "words_per_text": sum(map(len, ours)) / max(1, len(ours)),
-        "nonprivate_share_of_vocabulary": len(vocabulary & known) / max(1, len(known)),
-        "nonprivate_longest_shared_passage": longest,
-    }
-
-
 def main(argv: list[str] | None = None) -> dict:
     options, dp_config, args = parse(SynthesisOptions, __doc__, argv)
     codes = chosen_codes(options, args.seed)  # before anything is charged
@@ -222,9 +201,6 @@ def main(argv: list[str] | None = None) -> dict:
     folder = Path(args.output_dir, FOLDER)
     write(folder, dataset, len(texts), Path(args.output_dir), options)
     print(f"{len(rows)} of {len(texts)} texts kept: {folder}")
-    if options.compare:
-        found = compare(load_from_disk(str(folder))[options.text_column], records[options.text_column])
-        print("NOT PRIVATE, do not publish:", json.dumps(found))
     return results
 
 

@@ -21,7 +21,7 @@ from .comparison import SAME_LOSS, Batch, Comparison, Loss, Run, SelfCheckError
 from .layers.routed import is_adapted
 from .layers.tap import FREEZE, REMEDY
 from .persample import Dense, widen
-from .tensors import unsharded
+from .tensors import is_quantised, unsharded
 from .ties import Choices
 from .undisturbed import seed_all, tolerance, undisturbed, wide
 
@@ -98,6 +98,8 @@ def _check_weights(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         local = p.detach()
         local = local.to_local() if isinstance(local, DTensor) else local
+        if is_quantised(local):
+            continue
         if local.is_floating_point() and local.numel() and not torch.isfinite(torch.stack(torch.aminmax(local))).all():
             bad.append(name)
     if any(isinstance(p, DTensor) for p in model.parameters()):  # each rank sees its shards

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # Where torch may round float32 operands of matrix products. Convolutions only compute activations and their gradients.
 PRODUCTS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # pyrefly: ignore[missing-attribute]  # stubs
@@ -42,6 +43,23 @@ def full_precision(device: torch.device) -> Iterator[None]:
 def accumulation_dtype(p: Tensor) -> torch.dtype:
     """The dtype of sums over records: float32, or float64 for float64 weights."""
     return torch.float64 if p.dtype == torch.float64 else torch.float32
+
+
+def is_quantised(weight: Tensor) -> bool:
+    """Whether a weight is integers and scales that pass for floating point (torchao's): few operations know it."""
+    return is_traceable_wrapper_subclass(weight.data) and not isinstance(weight.data, DTensor)
+
+
+def parts(x: Tensor) -> list[Tensor]:
+    """The tensors that a tensor consists of: itself, or the integers and scales of a quantised weight.
+
+    >>> len(parts(torch.zeros(2)))
+    1
+    """
+    if not is_quantised(x):
+        return [x]
+    names, _ = x.__tensor_flatten__()  # pyrefly: ignore[missing-attribute]  torch's protocol of tensor subclasses
+    return [part for name in names for part in parts(getattr(x, name))]
 
 
 def unsharded(weight: Tensor) -> Tensor:

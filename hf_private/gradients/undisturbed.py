@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from .bookkeeper import trainable
-from .tensors import full_precision
+from .tensors import full_precision, is_quantised
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -86,7 +86,8 @@ def computes_in(model: nn.Module) -> torch.dtype:
 def nudged(model: nn.Module) -> Iterator[None]:
     """Change the last bit of each weight: what this does to a result shows how much of it is rounding.
 
-    Weights are put back by changing the bits again, so no copy is needed. Shards of FSDP2 stay as they are.
+    Weights are put back by changing the bits again, so no copy is needed. Shards of FSDP2 and quantised weights stay
+    as they are.
 
     >>> layer = nn.Linear(2, 2)
     >>> before = layer.weight.clone()
@@ -96,7 +97,8 @@ def nudged(model: nn.Module) -> Iterator[None]:
     (True, True)
     """
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    weights = [p.data for p in model.parameters() if p.is_floating_point() and not isinstance(p, DTensor)]
+    plain = [p.data for p in model.parameters() if not isinstance(p, DTensor) and not is_quantised(p)]
+    weights = [x for x in plain if x.is_floating_point()]
     bits: list[Tensor] = [x.view(integers[x.element_size()]) for x in weights if x.element_size() in integers]
     for x in bits:
         x.bitwise_xor_(1)

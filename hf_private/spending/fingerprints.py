@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from hf_private.gradients.tensors import parts
+
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
@@ -35,8 +37,8 @@ def fingerprint(x: Tensor) -> bytes:
     """
     local = x.to_local() if isinstance(x, DTensor) else x
     digest = hashlib.blake2b(f"{local.dtype}{tuple(x.shape)}".encode(), digest_size=16)
-    content = local.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    digest.update(content.numpy().data)
+    for part in parts(local.detach()):
+        digest.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()
 
 

@@ -63,7 +63,8 @@ def _refuse_outliers(base: nn.Module) -> None:
     else:
         found = [getattr(settings, "load_in_8bit", False) and getattr(settings, "llm_int8_threshold", 6.0)]
     for module in base.modules():
-        if any(parent.__name__ == "Linear8bitLt" for parent in type(module).__mro__):
+        named = any(parent.__name__ == "Linear8bitLt" for parent in type(module).__mro__)
+        if named and not hasattr(module, "base_layer"):  # PEFT's layer around it has the same name
             found.append(getattr(getattr(module, "state", None), "threshold", 6.0))
     threshold = max(float(value or 0.0) for value in found)
     if threshold > 0:

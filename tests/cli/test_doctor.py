@@ -15,7 +15,7 @@ from transformers import (
     BertForSequenceClassification,
 )
 
-from hf_private.cli.doctor import dryrun, models
+from hf_private.cli.doctor import dryrun, models, quantised
 from hf_private.cli.doctor.variants import compare
 from hf_private.cli.main import main
 from hf_private.gradients.bookkeeper import trainable
@@ -68,6 +68,23 @@ def test_a_model_for_short_records_is_examined_at_its_own_length(
     with pytest.raises(SystemExit):
         main(["doctor", folder, "--length", "64"])
     assert "records of 64 tokens" in capsys.readouterr().err
+
+
+def test_a_base_of_few_bits_is_priced(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = saved(tmp_path, "llama", hidden_size=256, intermediate_size=1024, head_dim=128)
+    totals = {}
+    for bits in (4, 8):
+        _, found = report(capsys, folder, "--bits", str(bits))
+        totals[bits] = found["methods"][f"BK on LoRA r=8, {bits} bits"]["total_bytes"]
+        lora = found["methods"]["BK on LoRA r=8"]["total_bytes"]
+    model = AutoModelForCausalLM.from_config(
+        zoo.config("llama", hidden_size=256, intermediate_size=1024, head_dim=128)
+    )
+    linear = sum(layer.weight.numel() for layer in quantised.quantised_layers(model))
+    assert 0.45 * linear < totals[8] - totals[4] < 0.5 * linear, "half a byte for each entry, but for the scales"
+    assert totals[8] < lora - 2.5 * linear, "a byte instead of four"
+    assert main(["doctor", folder, "--bits", "8", "--memory", str(lora / 1e9), "--length", "9", "--batch", "3"]) == 0
+    assert "fit: BK on LoRA r=8; BK on LoRA r=8, 8 bits." in capsys.readouterr().out
 
 
 def test_tied_weight_shows_both_rules(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -9,6 +9,8 @@ import yaml
 
 pytest.importorskip("trl", reason="needs the extra `trl`")
 
+import conversations  # noqa: E402
+import pretrain_tiny  # noqa: E402
 import sft  # noqa: E402
 
 from hf_private import DPConfig, verify  # noqa: E402
@@ -27,28 +29,67 @@ def settings(folder: Path, **changes: object) -> list[str]:
     return ["--config", str(CONFIG), *(word for name, value in changed.items() for word in (f"--{name}", str(value)))]
 
 
-def test_it_trains_on_chats_with_the_settings_of_the_file(tmp_path: Path) -> None:
+def test_it_trains_on_chats_with_the_settings_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, seed in (("train", 0), ("dev", 1)):
-        text = "\n".join(map(json.dumps, chats.made("chat", 40, seed)))
+        records = [{**record, "dialogue": f"{name} {n}"} for n, record in enumerate(chats.made("chat", 40, seed))]
+        text = "\n".join(map(json.dumps, records))
         (tmp_path / f"{name}.jsonl").write_text(text)
     files = {"chats": tmp_path / "train.jsonl", "eval_chats": tmp_path / "dev.jsonl"}
-    metrics = sft.main(settings(tmp_path, rank=2, **files))
+    metrics = sft.main(settings(tmp_path, rank=2, answers=1, **files))
     assert metrics["eval_perplexity"] > 1
+    out = capsys.readouterr().out
+    assert "User: " in out and "Assistant: " in out
+    untuned = sft.main(settings(tmp_path, output_dir=tmp_path / "none", untuned=True, **files))
+    assert untuned["eval_perplexity"] > 1 and not (tmp_path / "none" / "privacy.json").exists()
     verdict = verify(tmp_path / "out")
-    assert verdict.status == "holds" and verdict.statement["privacy_unit"]["unit"] == "record"
+    assert verdict.status == "holds" and verdict.statement["privacy_unit"]["column"] == "dialogue"
     assert verdict.statement["mechanism"]["peft"] == "LORA"
 
 
-def test_turns_become_conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def sgd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with 20 conversations, of which users say `asks N` and `Thanks`."""
     (tmp_path / "sgd").mkdir()
-    rows = ["dialogue\tturn\tspeaker\tutterance", '1\t0\tU\tHello "you', "1\t1\tS\tHi", "2\t0\tU\tBye"]
-    with gzip.open(tmp_path / "sgd" / "train.tsv.gz", "wt") as file:
-        file.write("\n".join(rows))
+    columns = ["dialogue", "turn", "speaker", "service", "intent", "utterance"]
+    for split in ("train", "dev"):
+        rows = [columns]
+        for n in range(20):
+            said = [("U", f'asks "{split} {n}'), ("S", "Yes?"), ("U", "Thanks")]
+            rows += [[f"1_{n:05}", str(t), who, "Music", "", words] for t, (who, words) in enumerate(said)]
+        with gzip.open(tmp_path / "sgd" / f"{split}.tsv.gz", "wt") as file:
+            file.write("\n".join(map("\t".join, rows)))
     monkeypatch.setenv("HF_PRIVATE_DATA", str(tmp_path))
-    found = sft.read(None, "train", None)
-    assert found is not None and sft.read(None, "dev", None) is None
-    assert found[0]["messages"][0] == {"role": "user", "content": 'Hello "you'}
-    assert [len(chat) for chat in found["messages"]] == [2, 1]
+    return tmp_path
+
+
+def test_no_conversation_is_both_public_and_private(sgd: Path) -> None:
+    parts = {part: conversations.turns("train", part) for part in ("public", "private")}
+    numbers = {part: {turn["dialogue"] for turn in found} for part, found in parts.items()}
+    assert not numbers["public"] & numbers["private"] and len(numbers["public"] | numbers["private"]) == 20
+    assert sum(map(len, parts.values())) == len(conversations.turns("train")) == 60
+    assert list(sft.read(None, "train", None)["dialogue"]) == [f"train {n}" for n in sorted(numbers["private"])]
+    assert len(sft.read(None, "dev", None)) == 20
+    said = {turn["utterance"] for turn in parts["public"] if turn["utterance"].startswith("asks")}
+    learnt = " ".join(pretrain_tiny.read("conversations", pretrain_tiny.PretrainOptions()))
+    for n in range(20):
+        assert (f'asks "train {n}' in said) == (f'asks "train {n}\n' in learnt)
+
+
+def test_turns_become_conversations(sgd: Path) -> None:
+    found = sft.read(None, "dev", None)
+    assert found[0]["messages"][0] == {"role": "user", "content": 'asks "dev 0'}
+    assert [len(chat) for chat in found["messages"]] == [3] * 20
+
+
+def test_user_turns_are_written_for_synthesis(sgd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    conversations.main(["--output_dir", str(sgd / "turns")])
+    private = [json.loads(line) for line in (sgd / "turns" / "train.jsonl").read_text().splitlines()]
+    numbers = {turn["dialogue"] for turn in conversations.turns("train", "private")}
+    assert {record["dialogue"] for record in private} == {f"train {number}" for number in numbers}
+    assert {record["text"] for record in private if "asks" not in record["text"]} == {"Thanks"}
+    assert {"service": "Music"} in json.loads((sgd / "turns" / "services.json").read_text())
+    out = capsys.readouterr().out
+    assert "equal texts in both halves: 0" in out and out.count("sha256") == 2
 
 
 def test_the_template_marks_what_the_assistant_says() -> None:

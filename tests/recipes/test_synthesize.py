@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import compare_texts
 import pytest
 import synthesize
-from datasets import load_from_disk
+from datasets import Dataset, load_from_disk
 
 from tests.support import chats, zoo
 
@@ -45,19 +46,32 @@ def test_it_samples_and_the_card_carries_the_statement(
     card = (folder / "README.md").read_text()
     assert f"epsilon = {statement['guarantee']['epsilon']}" in card and "per record" in card
     assert "7 of 40 samples were kept" in " ".join(card.split())
-    assert "NOT PRIVATE" not in capsys.readouterr().out, "comparisons are made on request only"
+    assert "NOT PRIVATE" not in capsys.readouterr().out
 
 
-def test_comparisons_reach_the_screen_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(synthesize, "sampled", lambda *_: iter(["w3 w4 w5 w53"] * 40))
-    synthesize.main(line(tmp_path, "--compare"))
-    out = capsys.readouterr().out
-    assert '"nonprivate_longest_shared_passage": 4' in out and "NOT PRIVATE" in out
-    for path in (tmp_path / "out").rglob("*"):
-        if path.suffix in (".md", ".json"):
-            assert "shared_passage" not in path.read_text(), path
+def test_comparisons_reach_the_screen_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line(tmp_path)
+    other = [{"ward": f"w{1 + i % 2}", "note": f"w{1 + i % 2} w{i} w9"} for i in range(20)]
+    (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, other)))
+    made = Dataset.from_dict({"ward": ["w1", "w2"] * 10, "note": ["w3 w4 w5 w53", "w2 w7"] * 10})
+    made.save_to_disk(str(tmp_path / "texts"))
+    before = set(tmp_path.rglob("*"))
+    files = ["--private_file", f"{tmp_path}/private.jsonl", "--test_file", f"{tmp_path}/test.jsonl"]
+    columns = ["--text_column", "note", "--label_column", "ward"]
+    found = compare_texts.main([str(tmp_path / "texts"), *files, *columns])
+    assert set(tmp_path.rglob("*")) == before, "no file is written"
+    assert compare_texts.HEADING in capsys.readouterr().out
+    assert found["synthetic"]["longest_shared_passage"] == 4
+    assert found["synthetic"]["share_of_texts_that_are_private_texts"] == 0.5
+    assert found["private"]["share_of_texts_that_are_private_texts"] == 1.0
+    assert {"accuracy", "share_of_accuracy"} <= found["synthetic"].keys()
+
+
+def test_the_score_tells_good_texts_from_bad_ones() -> None:
+    good = [f"{word} {n}" for n in range(20) for word in ("tea", "car")]
+    labels, asked, wanted = ["drink", "ride"] * 20, ["some tea", "a car"], ["drink", "ride"]
+    assert compare_texts.accuracy(good, labels, asked, wanted) == 1.0
+    assert compare_texts.accuracy(good, labels[1:] + labels[:1], asked, wanted) == 0.0
 
 
 def test_the_sampler_gives_finished_texts_for_its_codes(tmp_path: Path) -> None:

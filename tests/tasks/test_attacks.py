@@ -77,6 +77,9 @@ def quantized(threshold: float, how: str) -> hf.PreTrainedModel:
     model = zoo.small("bert")
     if how == "layer":
         model.bert.pooler.dense = Linear8bitLt(threshold)
+    elif how == "peft":  # its adapter around the layer has the same name, and no state
+        model.bert.pooler.dense = type("Linear8bitLt", (nn.Linear,), {"base_layer": Linear8bitLt(threshold)})(8, 8)
+        model.bert.pooler.inner = Linear8bitLt(threshold)
     elif how == "config":
         kind = {"load_in_8bit": True, "llm_int8_threshold": threshold}
         model.config.quantization_config = type("BitsAndBytesConfig", (), kind)()
@@ -85,7 +88,7 @@ def quantized(threshold: float, how: str) -> hf.PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("how", ["layer", "config", "dict"])
+@pytest.mark.parametrize("how", ["layer", "peft", "config", "dict"])
 def test_int8_with_outliers_is_refused(how: str) -> None:
     with pytest.raises(ValueError, match="`llm_int8_threshold` must be 0, got 6.0"):
         PerSampleLoss(quantized(6.0, how))

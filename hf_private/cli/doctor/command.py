@@ -10,13 +10,15 @@ examples:
   hf-private doctor --device cuda
   hf-private doctor path/to/model --batch 8 --length 128
   hf-private doctor path/to/model --carriers r=8,sparsity=0.3
+  hf-private doctor path/to/llama-7b --batch 1 --length 512 --bits 4 --memory 24
 """
 
 import argparse
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hf_private.cli.arguments import TASKS, UsageError, fraction, key_values, whole
+from hf_private.cli.arguments import TASKS, UsageError, fraction, key_values, positive, whole
 from hf_private.cli.output import print_json, print_table
 
 if TYPE_CHECKING:
@@ -46,6 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default={},
         help="fields r, sparsity, source and sides of CarrierConfig (default: r=8,sparsity=0.3)",
     )
+    parser.add_argument(
+        "--bits",
+        type=int,
+        choices=(4, 8),
+        help="also LoRA on a base of 4 (nf4, double quantisation) or 8 bits, without gradient checkpointing",
+    )
+    parser.add_argument("--memory", metavar="GB", type=positive, help="say which methods fit into this much")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -99,7 +108,8 @@ def _examine(args: argparse.Namespace) -> "tuple[list[Entry], list[Row]]":
         if all(entry.status != "covered" for entry in entries):
             return entries, []
         batch = inputs(model, args.batch, length, device, mask)
-        return entries, compare(lambda: without(build(), entries), lambda model: losses(model, batch), args.carriers)
+        run_batch = partial(losses, batch=batch)
+        return entries, compare(lambda: without(build(), entries), run_batch, args.carriers, args.bits)
 
     build = builder(args.model, args.task)
     try:
@@ -155,6 +165,9 @@ def _show(args: argparse.Namespace, entries: "list[Entry]", rows: "list[Row]") -
     print(f"{trained:,} of {total:,} parameters can be trained privately.")
     print(f"float32: weights {total * 4 / 2**20:,.0f} MiB, state of AdamW {trained * 8 / 2**20:,.0f} MiB.")
     print("Total memory: both, and the larger of a micro-batch with the sums so far and the gradients of an update.")
+    if args.memory is not None:
+        fitting = [row.method for row in rows if row.total_bytes <= args.memory * 1e9]
+        print(f"Into {args.memory:g} GB fit: {'; '.join(fitting) or 'none of them'}.")
     print("Attention is counted with its probabilities kept. Memory that an allocator reserves is not counted.")
 
 

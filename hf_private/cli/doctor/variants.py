@@ -1,11 +1,12 @@
 """The training methods that `hf-private doctor` compares."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hf_private.gradients.bookkeeper import trainable
 from hf_private.gradients.method import Full, Method
@@ -13,7 +14,7 @@ from hf_private.methods.carriers.config import CarrierConfig
 from hf_private.methods.carriers.method import Carriers
 from hf_private.methods.registry import resolve_method
 
-from . import dryrun
+from . import dryrun, quantised
 
 Losses = Callable[[nn.Module], Tensor]  # runs a micro-batch
 
@@ -33,10 +34,16 @@ class Row:
     total_bytes: int
 
 
-def compare(build: Callable[[], nn.Module], losses: Losses, carriers: Mapping[str, Any]) -> list[Row]:
-    """Dry-run each applicable method on a fresh model; `carriers` are fields of `CarrierConfig`.
+def compare(
+    build: Callable[[], nn.Module], losses: Losses, carriers: Mapping[str, Any], bits: int | None = None
+) -> list[Row]:
+    """Dry-run each applicable method on a fresh model.
 
     The first row is plain training of all trainable parameters.
+
+    Args:
+        carriers: Fields of `CarrierConfig`.
+        bits: Also run LoRA on a base of so many bits.
     """
     model = build()
     rows = [_row("plain training", model, None, losses), _row("BK", model, Full(), losses)]
@@ -55,7 +62,19 @@ def compare(build: Callable[[], nn.Module], losses: Losses, carriers: Mapping[st
         except ValueError:  # for example, a model without linear layers
             if carriers:
                 raise
+    if bits is not None:
+        rows.append(_quantised_row(build(), rank, bits, losses))
     return rows
+
+
+def _quantised_row(model: nn.Module, rank: int, bits: int, losses: Losses) -> Row:
+    assert isinstance(model, PreTrainedModel), "doctor builds models of transformers"
+    weights, largest = quantised.prepare(model, bits)
+    adapter = _lora(model, rank)
+    row = _row(f"BK on LoRA r={rank}, {bits} bits", adapter, Full(), losses)
+    built = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
+    peak = row.peak_bytes + largest  # a weight that is dequantised
+    return replace(row, peak_bytes=peak, total_bytes=row.total_bytes - built + weights + largest)
 
 
 def _lora(model: nn.Module, rank: int) -> nn.Module:
