@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -68,8 +69,11 @@ def files(tmp_path_factory) -> Path:
         patch.setattr(pretrain_tiny, "python_documentation", lambda: ["Return the length of an object."] * 20)
         size = ["--layers", "1", "--width", "64", "--vocabulary", "300", "--sentences", "100", "--max_steps", "2"]
         small = ["--per_device_train_batch_size", "2", "--disable_tqdm", "true", "--use_cpu", "true"]
-        for name in ("gpt2", "gpt2_again"):
-            pretrain_tiny.main([*size, *small, "--output_dir", str(folder / name)])
+        pretrain_tiny.main([*size, *small, "--output_dir", str(folder / "gpt2")])
+        again = [*size, *small, "--output_dir", str(folder / "gpt2_again"), "--save_steps", "1"]
+        pretrain_tiny.main([*again, "--save_total_limit", "2"])
+        shutil.rmtree(folder / "gpt2_again" / "checkpoint-2")  # as if it was stopped after one step
+        pretrain_tiny.main(again)
     return folder
 
 
@@ -208,7 +212,7 @@ def test_recipes_run_under_accelerate_launch_on_two_ranks(files, tmp_path):
         check(tmp_path / recipe, method, set())
 
 
-def test_the_small_gpt2_is_the_same_every_time(files):
+def test_the_small_gpt2_is_the_same_every_time_and_after_an_interruption(files):
     first, second = ((files / name / "model.safetensors").read_bytes() for name in ("gpt2", "gpt2_again"))
     assert first == second
     card = (files / "gpt2/README.md").read_text()
