@@ -16,9 +16,3 @@ def test_the_first_example_runs_as_it_stands(
     exec(compile(blocks[0], "README.md", "exec"), {})
     spent = re.search(r"^epsilon (\S+) at delta 1e-05", capsys.readouterr().out, re.MULTILINE)
     assert spent and 0 < float(spent[1]) <= 8
-
-
-def test_links_lead_to_files() -> None:
-    for page in (README, README.parent / "recipes/README.md", *README.parent.glob("hf_private/*/README.md")):
-        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-            assert (page.parent / link).exists(), f"{page.name} links to {link}"

@@ -1,10 +1,10 @@
 """Find the noise multiplier for a privacy budget.
 
 Assumes Poisson sampling at rate batch / n, and neighbouring datasets that differ by adding or removing
-one record. The budget is an epsilon at --delta, or with --advantage the
-largest advantage (members found minus false alarms) that any membership attack may have. The table
-shows the epsilon of the same noise for other plans, and how often the best attacker is right. With
---unit-counts the budget is per unit, and both ways to draw its records are compared.
+one record. The budget is an epsilon at --delta, or with --advantage the largest advantage (members
+found minus false alarms) that any membership attack may have. The table shows the epsilon of the same
+noise for other plans, and how often the best attacker is right. With --unit-counts the budget is per
+unit (person), and both ways to draw its records are compared.
 
 examples:
   hf-private calibrate --n 67349 --batch 2000 --steps 680 --epsilon 3.3 --delta 1e-5

@@ -28,9 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tuning-runs",
         type=whole(1),
-        help="number of runs on these records, with this one; the mean if it was random",
+        help="number of training runs on these records, this one included (its mean, if the number was random)",
     )
-    parser.add_argument("--law", choices=LAWS, default="fixed", help="how it was chosen (default: %(default)s)")
+    parser.add_argument(
+        "--law", choices=LAWS, default="fixed", help="how the number of runs was chosen (default: %(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

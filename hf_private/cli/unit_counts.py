@@ -19,7 +19,7 @@ def add_unit_counts(parser: argparse._ActionsContainer) -> None:
     """Add `--unit-counts`; it takes the place of `--n`."""
     parser.add_argument(
         "--unit-counts", type=read_counts, metavar="FILE",
-        help="one number per line: how many records each unit (person) has; --n and --batch then count units, and both"
+        help="one number per line: how many records each unit (person) has; batches then count units, and both"
         " ways to draw (`unit_sampling`) are compared",
     )  # fmt: skip
 

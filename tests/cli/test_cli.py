@@ -82,6 +82,8 @@ WRONG = [  # (arguments, the option that is named, what is allowed); what was go
     (["doctor", "model", "--task", "poetry"], "--task", "'sequence-classification'"),
     (["doctor", "--device", "poetry"], "--device", "one of cpu, cuda"),
     (["doctor", "model", "--carriers", "q=8"], "--carriers", "KEY=VALUE with a key of r, sparsity"),
+    (["doctor", "model", "--bits", "5"], "--bits", "4, 8"),
+    (["doctor", "model", "--memory", "0"], "--memory", "a number > 0"),
     (["plan", "--n", "1"], "--n", "a whole number >= 2"),
     (["plan", "--epsilon", "0"], "--epsilon", "a number > 0"),
     (["plan", "--delta", "1"], "--delta", "a number between 0 and 1"),

@@ -54,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=(4, 8),
         help="also LoRA on a base of 4 (nf4, double quantisation) or 8 bits, without gradient checkpointing",
     )
-    parser.add_argument("--memory", metavar="GB", type=positive, help="say which methods fit into this much")
+    parser.add_argument(
+        "--memory", metavar="GB", type=positive, help="also say which methods fit into this much memory"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ at the rate of matrix products measured on this machine.
 
 With --unit-counts the budget is per unit (person), and both ways to draw their records are compared.
 
-example:
+examples:
   hf-private plan --n 5000 --epsilon 8 --model path/to/model --picture plan.png
   hf-private plan --n 67349 --epsilon 3 --model path/to/model --hours 2 --json
 """
@@ -47,9 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epsilon", type=positive, required=True, help="target epsilon")
     parser.add_argument("--model", metavar="MODEL", required=True, help="a model's folder, config, or name on the Hub")
     parser.add_argument("--delta", type=probability, help="target delta (default: a tenth of 1 / n, or less)")
-    parser.add_argument("--hours", type=positive, help="longest training time")
-    parser.add_argument("--task", choices=TASKS, help="which head to put on the model (default: as its config says)")
-    parser.add_argument("--length", type=whole(1), help="tokens per record (default: 128, or what the model takes)")
+    parser.add_argument("--hours", type=positive, help="longest training time, in hours (default: any)")
+    parser.add_argument("--task", choices=TASKS, help="head of the model (default: the one that its config names)")
+    parser.add_argument("--length", type=whole(1), help="tokens per record (default: 128, or the model's maximum)")
     parser.add_argument("--picture", metavar="FILE", help="draw noise / signal over epsilon, by batch size (PNG)")
     parser.add_argument(
         "--micro-batch", type=whole(1), default=8, metavar="B", help="records in memory at once (default: %(default)s)"
