@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from .bookkeeper import trainable
 from .tensors import full_precision, is_quantised
 
+HALF = (torch.bfloat16, torch.float16)
+
 
 def tolerance(dtype: torch.dtype) -> float:
     """Relative difference that rounding explains."""
@@ -56,7 +58,7 @@ def wide(model: nn.Module) -> Iterator[torch.dtype]:
     Half precision would hide a coupling in its rounding. FSDP2 casts weights itself, which stays as it is.
     """
     weights = [x for x in (*model.parameters(), *model.buffers()) if not isinstance(x, DTensor)]
-    half = [(x, x.data) for x in weights if x.dtype in (torch.bfloat16, torch.float16)]
+    half = [(x, x.data) for x in weights if x.dtype in HALF]
     wrapped = model.__dict__.get("forward")
     some = next(iter(model.parameters()), torch.zeros(()))
     with ExitStack() as undo:
@@ -66,6 +68,10 @@ def wide(model: nn.Module) -> Iterator[torch.dtype]:
         for x, data in half:
             undo.callback(setattr, x, "data", data)
             x.data = data.float()
+        for module in model.modules():
+            if getattr(module, "compute_dtype", None) in HALF:  # bitsandbytes' layers of 4 bits
+                undo.callback(setattr, module, "compute_dtype", module.compute_dtype)
+                module.compute_dtype = torch.float32  # pyrefly: ignore[bad-argument-type]
         undo.enter_context(full_precision(some.device))
         convolutions = torch.backends.cudnn.conv  # pyrefly: ignore[missing-attribute]  (torch sets it at run time)
         undo.callback(setattr, convolutions, "fp32_precision", convolutions.fp32_precision)

@@ -13,6 +13,7 @@ from hf_private.mechanism.clipping import Clipping
 from hf_private.mechanism.noise import NoiseSource
 from hf_private.mechanism.step import Mechanism
 from hf_private.randomness import Key
+from hf_private.tasks.packed_weights import keep_unpacked
 from hf_private.tasks.unit_loss import CHECKED_ROWS, Loss, MakeBatch, UnitLoss, made_up_units
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def build_mechanism(
         sample_rate: Probability of each record, or unit, to be drawn for a step.
     """
     config, ranks = trainer.dp_config, trainer.ranks
+    keep_unpacked(model)
     loss = trainer.create_loss(model)
     meet = trainer.args.per_device_train_batch_size > 1
     clipping = Clipping(config.clipping, config.clip_norm, config.gamma)

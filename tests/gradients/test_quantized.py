@@ -12,6 +12,7 @@ from transformers import BitsAndBytesConfig, TorchAoConfig
 from hf_private.cli.doctor.quantised import layer_bytes
 from hf_private.publishing.verify import verify
 from hf_private.tasks.losses import PerSampleLoss
+from hf_private.tasks.packed_weights import keep_unpacked
 from tests.support import oracle, training, zoo
 
 
@@ -102,6 +103,29 @@ def test_the_gradients_are_those_of_the_dequantised_weights(tmp_path: Path, kind
         )
 
 
+@pytest.mark.parametrize("evaluated_before", [False, True])
+def test_gradients_pass_4_bit_weights_after_an_evaluation(tmp_path: Path, evaluated_before: bool) -> None:
+    """On some processors bitsandbytes packs weights when it evaluates, and gradients do not pass packed ones."""
+    made, records = model("nf4", tmp_path), batch()
+    other = dequantised(made)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            made.eval()(**records)
+        made.train()
+
+    if evaluated_before:
+        evaluate()
+    keep_unpacked(made)
+    evaluate()
+    ours = oracle.per_sample_gradients(made, PerSampleLoss(made), records)
+    theirs = oracle.per_sample_gradients(other, PerSampleLoss(other), records)
+    for got, wanted in zip(ours, theirs, strict=True):
+        difference = oracle.flat(got).double() - oracle.flat(wanted)
+        rounding = 5e-3 if evaluated_before else 1e-5  # packing has rounded the scales to bfloat16
+        assert difference.norm() < rounding * oracle.flat(wanted).norm()
+
+
 @pytest.mark.parametrize("kind", ["nf4", "nf4-bf16", "int8", "torchao-int8", "torchao-int8-bf16"])
 def test_it_trains_with_a_self_check_and_saves_an_adapter_with_its_card(tmp_path: Path, kind: str) -> None:
     made = training.trainer(
@@ -116,6 +140,10 @@ def test_it_trains_with_a_self_check_and_saves_an_adapter_with_its_card(tmp_path
         dp={"disjoint_data": True},
     )
     made.train()
+    for module in made.model.modules():  # neither the self-check nor the evaluations have packed them
+        assert not getattr(getattr(module, "weight", None), "quant_state", None) or not getattr(
+            module.weight.quant_state, "packing_format_for_cpu", False
+        )
     made.save_model()
     verdict = verify(tmp_path / "out")
     assert verdict.status == "holds" and verdict.statement["mechanism"]["peft"] == "LORA"
