@@ -11,7 +11,9 @@ post-processing of the private model, so it costs nothing, however many texts ar
 
     [{"ward": "surgery", "sex": "f", "weight": 2}, {"ward": "surgery", "sex": "m", "weight": 1}]
 
-It is never read from the private file: how often a code occurs there is private. Texts that are empty, too short or
+Codes are never taken from the private file, and how often one occurs there is private. `--count_noise 20` weighs the
+listed codes by their numbers in the private file, plus Gaussian noise of this standard deviation: one more release,
+which the budget of the run covers (recipes/code_counts.py). Texts that are empty, too short or
 unfinished are left out, and so are repetitions of other *synthetic* texts. They are not compared with private ones:
 what is left out would then depend on the records.
 
@@ -30,15 +32,19 @@ from typing import Any
 
 import data
 import torch
+from code_counts import noised_counts
 from datasets import Dataset
 from e2e import IGNORE, PadRight, perplexity, token_losses
 from options import RecipeOptions, parse
 from training import RecipeTrainer, finish, train, with_method
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
+from hf_private import DPConfig
 from hf_private.spending.statement import STATEMENT, read_statement
 
 FOLDER = "synthetic"
+COUNTS = "codes.json"
+WEIGHTS = {False: "public weights", True: "their numbers in the private records, noised at the expense of epsilon"}
 CARD = """---
 tags: [synthetic{private_tag}]
 ---
@@ -49,7 +55,7 @@ tags: [synthetic{private_tag}]
 **Privacy.** {claim} The statement is [{statement}]({statement}), that of the model; its
 card says what is not covered. Sampling uses the model alone, so it changes nothing about the guarantee.
 
-**How it was made.** The codes were sampled with public weights, the texts with temperature {temperature} and
+**How it was made.** The codes were sampled with {weights}; the texts with temperature {temperature} and
 top-p {top_p}. {kept:,} of {drawn:,} samples were kept: not those that were unfinished, shorter than {shortest}
 words, or repetitions of other samples.
 """
@@ -65,6 +71,10 @@ class SynthesisOptions(RecipeOptions):
     codes: str = field(default="", metadata={"help": "Public JSON file of what to sample; `weight` is optional."})
     model_name_or_path: str = field(default="gpt2", metadata={"help": "Hub name or folder of a causal LM."})
     max_length: int = field(default=128, metadata={"help": "Most tokens of codes and text."})
+    count_noise: float | None = field(
+        default=None,
+        metadata={"help": "Weigh codes by their numbers in the private file, with noise of this size, charged."},
+    )
     samples: int = field(default=1000, metadata={"help": "Number of samples to draw, before filtering."})
     shortest: int = field(default=3, metadata={"help": "Fewest words of a text that is kept."})
     temperature: float = field(default=1.0, metadata={"help": "Below 1: likelier, less varied texts."})
@@ -94,20 +104,43 @@ def tokenized(records: Dataset, tokenizer: PreTrainedTokenizerBase, options: Syn
     return records.map(encode, remove_columns=[options.text_column, *options.code_columns], desc="tokenize")
 
 
-def chosen_codes(options: SynthesisOptions, seed: int) -> list[dict[str, Any]]:
-    """The codes of all samples, drawn with the public weights."""
+def listed_codes(options: SynthesisOptions) -> list[dict[str, Any]]:
+    """The public list of codes, each with its weight."""
     if not options.codes:
         raise ValueError(
             "`--codes` must name a public JSON file of codes to sample: their frequencies in the private file are"
             " private. A list of all codes, without weights, will do."
         )
     listed = json.loads(Path(options.codes).read_text())
-    weights = [one.pop("weight", 1) for one in listed]
+    if options.count_noise is not None and any("weight" in one for one in listed):
+        raise ValueError("`--codes` must have no weights with `--count_noise`, which gives them.")
     for one in listed:
-        if sorted(one) != sorted(options.code_columns):
-            raise ValueError(f"`--codes` must give {options.code_columns} for each entry, got {sorted(one)}.")
+        if sorted(one.keys() - {"weight"}) != sorted(options.code_columns):
+            raise ValueError(
+                f"`--codes` must give {options.code_columns} for each entry, got {sorted(one.keys() - {'weight'})}."
+            )
+    return [{"weight": 1, **one} for one in listed]
+
+
+def counted(
+    listed: list[dict[str, Any]], records: Dataset, options: SynthesisOptions, dp_config: DPConfig, folder: str
+) -> list[dict[str, Any]]:
+    """The same codes, weighed by their noised numbers in the private records. Counted once for each output folder."""
+    kept_in = Path(folder, COUNTS)
+    if not kept_in.is_file():
+        codes = [tuple(str(one[name]) for name in options.code_columns) for one in listed]
+        found = list(zip(*([str(value) for value in records[name]] for name in options.code_columns), strict=True))
+        units = records[dp_config.unit_column] if dp_config.unit_column else None
+        counts = noised_counts(found, codes, options.count_noise or 0.0, folder, dp_config, units)
+        noised = [{**one, "weight": count} for one, count in zip(listed, counts, strict=True)]
+        kept_in.write_text(json.dumps(noised))
+    return json.loads(kept_in.read_text())
+
+
+def chosen_codes(listed: list[dict[str, Any]], options: SynthesisOptions, seed: int) -> list[dict[str, Any]]:
+    """The codes of all samples, drawn with their weights."""
     ordered = [{name: one[name] for name in options.code_columns} for one in listed]
-    return random.Random(seed).choices(ordered, weights, k=options.samples)
+    return random.Random(seed).choices(ordered, [one["weight"] for one in listed], k=options.samples)
 
 
 @torch.no_grad()
@@ -163,7 +196,8 @@ def write(folder: Path, texts: Dataset, drawn: int, model_folder: Path, options:
     shutil.copy(model_folder / STATEMENT, folder / STATEMENT)
     words = CARD.format(
         private_tag=", differential-privacy" if statement["private"] else "",
-        count=len(texts), claim=claim, statement=STATEMENT, temperature=options.temperature, top_p=options.top_p,
+        count=len(texts), claim=claim, weights=WEIGHTS[options.count_noise is not None],
+        statement=STATEMENT, temperature=options.temperature, top_p=options.top_p,
         kept=len(texts), drawn=drawn, shortest=options.shortest,
     )  # fmt: skip
     (folder / "README.md").write_text(words)
@@ -171,7 +205,7 @@ def write(folder: Path, texts: Dataset, drawn: int, model_folder: Path, options:
 
 def main(argv: list[str] | None = None) -> dict:
     options, dp_config, args = parse(SynthesisOptions, __doc__, argv)
-    codes = chosen_codes(options, args.seed)  # before anything is charged
+    listed = listed_codes(options)  # before anything is charged
     path = data.model_path(options.model_name_or_path)
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -179,6 +213,9 @@ def main(argv: list[str] | None = None) -> dict:
     set_seed(args.seed)
     model = with_method(AutoModelForCausalLM.from_pretrained(path), options, task_type="CAUSAL_LM")
     records = Dataset.from_list(data.read(Path(options.private_file))[: options.max_train_records])
+    if options.count_noise is not None and args.process_index == 0:
+        listed = counted(listed, records, options, dp_config, args.output_dir)
+    codes = chosen_codes(listed, options, args.seed)
     trainer = RecipeTrainer(
         model,
         args,

@@ -7,8 +7,12 @@ from typing import Any
 import compare_texts
 import pytest
 import synthesize
+import torch
+from code_counts import exact_counts, noised_counts
 from datasets import Dataset, load_from_disk
 
+from hf_private import DPConfig, PrivacyLedger, verify
+from hf_private.accounting.budget import BudgetExceeded
 from tests.support import chats, zoo
 
 CODES = [{"ward": "w1", "weight": 3}, {"ward": "w2"}]
@@ -21,7 +25,9 @@ SETTINGS = [
 
 
 def line(folder: Path, *more: str) -> list[str]:
-    private = [{"ward": f"w{1 + i % 2}", "note": f"w{i} w{i + 1} w{i + 2} w53"} for i in range(40)]
+    private = [
+        {"who": f"p{i // 2}", "ward": f"w{1 + i % 2}", "note": f"w{i} w{i + 1} w{i + 2} w53"} for i in range(40)
+    ]
     (folder / "private.jsonl").write_text("\n".join(map(json.dumps, private)))
     (folder / "codes.json").write_text(json.dumps(CODES))
     zoo.small("gpt2", max_position_embeddings=32).save_pretrained(folder / "model")
@@ -105,8 +111,63 @@ def test_codes_are_public_and_complete(tmp_path: Path) -> None:
 def test_codes_are_drawn_with_their_weights(tmp_path: Path) -> None:
     (tmp_path / "codes.json").write_text(json.dumps(CODES))
     options = synthesize.SynthesisOptions(code_columns=["ward"], codes=f"{tmp_path}/codes.json", samples=4000)
-    drawn = synthesize.chosen_codes(options, seed=0)
+    drawn = synthesize.chosen_codes(synthesize.listed_codes(options), options, seed=0)
     assert abs(sum(one["ward"] == "w1" for one in drawn) / 4000 - 0.75) < 0.03
+
+
+def test_a_persons_records_count_as_one() -> None:
+    counts = exact_counts(list("aabz") * 50, ["a", "b"], units=["p"] * 200)
+    assert counts.tolist() == pytest.approx([0.5, 0.25])  # a norm below 1
+    assert exact_counts(["a", "z"], ["a"], units=[0, 1]).tolist() == [1.0]
+
+
+def test_counts_have_the_noise_that_was_charged(tmp_path: Path) -> None:
+    config = DPConfig(noise_multiplier=1.0, accountant="rdp")
+    codes = [str(n) for n in range(4000)]
+    counts = noised_counts(codes * 9, codes, 2.0, str(tmp_path), config, key=bytes(32))
+    spread = torch.tensor(counts) - 9
+    assert abs(spread.std() - 2) < 0.1 and abs(spread.mean()) < 0.15
+    (event,) = PrivacyLedger.read(tmp_path / "_dp" / "ledger.jsonl").events
+    assert (event.sample_rate, event.releases, event.steps) == (1.0, (2.0,), 1)
+
+
+def test_counts_are_charged_before_they_are_looked_at(tmp_path: Path) -> None:
+    config = DPConfig(target_epsilon=0.1, accountant="rdp")
+    with pytest.raises(BudgetExceeded):
+        noised_counts(["a"], ["a"], 1.0, str(tmp_path), config)
+
+    class Unread(list):
+        def __iter__(self) -> Any:
+            assert PrivacyLedger.read(tmp_path / "_dp" / "ledger.jsonl").events, "it is charged"
+            return super().__iter__()
+
+    noised_counts(Unread(["a"]), ["a"], 100.0, str(tmp_path), config)
+
+
+@pytest.mark.parametrize("unit_column", [None, "who"])
+def test_noised_frequencies_share_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit_column: str | None
+) -> None:
+    monkeypatch.setattr(synthesize, "sampled", lambda model, tokenizer, codes, options: iter(["w1"] * len(codes)))
+    unit = ["--unit_column", unit_column, "--records_per_unit", "2"] if unit_column else []
+    words = line(tmp_path, "--count_noise", "2.0", *unit)
+    (tmp_path / "codes.json").write_text(json.dumps([{"ward": "w1"}, {"ward": "w9"}]))
+    synthesize.main(words)
+    statement = json.loads((tmp_path / "out" / "privacy.json").read_text())
+    assert sorted(phase["noise_multiplier"] for phase in statement["mechanism"]["phases"]) == [1.0, 2.0]
+    assert verify(tmp_path / "out").status == "holds"
+    assert "noised at the expense of epsilon" in (tmp_path / "out" / "synthetic" / "README.md").read_text()
+    weights = {one["ward"]: one["weight"] for one in json.loads((tmp_path / "out" / "codes.json").read_text())}
+    assert weights["w1"] > weights["w9"]
+    again = synthesize.counted(
+        [], Dataset.from_list([]), synthesize.SynthesisOptions(), DPConfig(1.0), tmp_path / "out"
+    )
+    assert {one["ward"]: one["weight"] for one in again} == weights, "they are counted once"
+
+
+def test_weights_are_listed_or_counted(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="`--codes` must have no weights with `--count_noise`"):
+        synthesize.main(line(tmp_path, "--count_noise", "2.0"))
 
 
 def test_only_synthetic_repetitions_are_left_out() -> None:
