@@ -15,6 +15,7 @@ PACKAGE = Path(hf_private.__file__).parent
 ORDER = (
     "_validate",
     "_files",
+    "_html",
     "randomness",
     "accounting",
     "gradients",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy.optimize import root_scalar
 
+from hf_private._html import table
 from hf_private._validate import integer_at_least, non_negative, one_of, positive, probability
 
 from . import accountants
@@ -78,6 +79,14 @@ class EpsilonReport:
         note = f"; {self.note}" if self.note else ""
         meaning = f"\n{self.risk}" if self.risk is not None else ""
         return f"epsilon {self.epsilon:.3f} at delta {self.delta:g} (upper bounds: {uppers}){note}{meaning}"
+
+    def _repr_html_(self) -> str:
+        """The same as a table, for Jupyter."""
+        rows = [("epsilon", f"{self.epsilon:.3f}"), ("delta", f"{self.delta:g}")]
+        rows += [(f"upper bound by {name.upper()}", f"{bounds[2]:.3f}") for name, bounds in self.bounds.items()]
+        rows += [("note", self.note)] if self.note else []
+        rows += [("what it means", str(self.risk))] if self.risk is not None else []
+        return table("Privacy spent", rows)
 
     @property
     def prv(self) -> Bounds | None:

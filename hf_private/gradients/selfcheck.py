@@ -7,7 +7,6 @@ inputs, in float32 or better whatever the training precision. What is not exact 
 """
 
 import math
-import sys
 import time
 from collections.abc import Callable
 
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from tqdm.auto import tqdm
 
 from .bookkeeper import BookKeeper, rows_per_record, trainable
 from .comparison import SAME_LOSS, Batch, Comparison, Loss, Run, SelfCheckError
@@ -33,6 +33,7 @@ COMPANY = 3  # records in a batch with another first record
 SHORT = 5  # their length in training mode
 GRADIENT_SEEDS = 1  # in training mode
 CHOICE_SEEDS = 4  # batches in which models that choose by scores are looked at
+PARTS = 5  # of the check, for its progress, beside one for each record
 LOSS_SEEDS = 9  # further ones: a coupling in 3 of 10 forward passes is missed with probability 0.7^10 = 3 %
 
 
@@ -53,12 +54,11 @@ def self_check(
     gradients up as far as that. Where more changes, the rounding is measured. Returns one line for the log; raises
     `SelfCheckError` or `UncoveredError` with the parameter's name and a remedy.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
-        sys.stderr.write("Checking per-sample gradients against autograd ...\n")
     start = time.perf_counter()
     size = RECORDS if records_meet else 1
-    with undisturbed(model), wide(model) as dtype:
+    with undisturbed(model), wide(model) as dtype, _progress(PARTS + size) as bar:
         _check_weights(model)
+        bar.update()
         groups: dict[str, list[str]] = {}
         for name in trainable(model):
             groups.setdefault(group_of(name), []).append(name)
@@ -67,26 +67,37 @@ def self_check(
         batch = make_batch(size, LENGTH)
         _check_distinct(batch)
         _check_state(model, per_sample_loss, _rows(batch, [0]))
+        bar.update()
         model.eval()
         _check_deterministic(check, _rows(batch, [0]))
         choices = Choices()
         whole = _check_against_autograd(check, batch, choices)
+        bar.update()
         if records_meet:
             _check_choices(check, make_batch, choices.lengths)
         closely = _telling(batch)
         for n in range(size):
             _check_alone(check, _rows(batch, [n]), whole.rows(slice(n, n + 1)), gradients=n in closely)
+            bar.update()
         if records_meet:
             others = make_batch(size, LENGTH, torch.Generator().manual_seed(1))
             mixed = check.run(_exchanged(_rows(batch, list(range(COMPANY))), others))
             check.same("beside another first record", whole.rows(slice(1, COMPANY)), mixed.rows(slice(1, None)))
+            bar.update()
             model.train()  # some models let records meet in training only; equal seeds drop out the same
             batch = make_batch(COMPANY, SHORT)
             _check_training(
                 check, batch, _exchanged(batch, make_batch(COMPANY, SHORT, torch.Generator().manual_seed(1)))
             )
+        bar.update(bar.total - bar.n)
     seconds = time.perf_counter() - start
     return f"Self-check passed in {seconds:.1f} s: {len(trainable(model))} parameters exact for batches of {size}."
+
+
+def _progress(parts: int) -> tqdm:
+    """A bar, on the first rank, that vanishes when the check has ended."""
+    others = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
+    return tqdm(total=parts, desc="Checking per-sample gradients against autograd", leave=False, disable=others)
 
 
 # -- checks, in their order

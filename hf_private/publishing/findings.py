@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from hf_private._html import table
+
 HOLDS, WRONG, UNKNOWN, WARNING = "holds", "wrong", "cannot tell", "warning"
 CODES = {HOLDS: 0, WRONG: 1, UNKNOWN: 2}
 
@@ -36,3 +38,8 @@ class Verdict:
     def code(self) -> int:
         """Exit code: 0 the claim holds, 1 it does not, 2 cannot tell."""
         return CODES[self.status]
+
+    def _repr_html_(self) -> str:
+        """The findings as a table, for Jupyter."""
+        rows = [(finding.check, finding.status, finding.message) for finding in self.findings]
+        return table(f"The claim: {self.status}", rows)

@@ -1,4 +1,4 @@
-"""Jupyter's table of metrics has a column for epsilon, with its heading."""
+"""What Jupyter shows: epsilon in the table of metrics, reports as tables, progress of the self-check."""
 
 import sys
 from importlib import import_module
@@ -7,6 +7,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from hf_private.accounting.budget import epsilon
+from hf_private.accounting.events import Event
+from hf_private.gradients import selfcheck
+from hf_private.publishing.findings import Finding, Verdict
 from tests.support import training
 
 NOTEBOOK = "transformers.utils.notebook", "hf_private.trainer.notebook"
@@ -40,3 +44,28 @@ def test_epsilon_has_a_column_with_a_heading(tmp_path: Path, progress: type, eva
     column = [line[heading.index("Epsilon")] for line in lines]
     assert len(column) == (2 if evaluates else 4) and column == sorted(column)
     assert column[-1] == pytest.approx(made.privacy_spent().epsilon)
+
+
+def test_reports_are_tables() -> None:
+    report = epsilon([Event(0.01, (1.0,), steps=1000)], delta=1e-5)
+    shown = report._repr_html_()
+    assert f"<tr><th>epsilon</th><td>{report.epsilon:.3f}</td></tr>" in shown and "<td>1e-05</td>" in shown
+    verdict = Verdict((Finding("weights", "wrong", "<script>alert(1)</script>"),))
+    shown = verdict._repr_html_()
+    assert "The claim: wrong" in shown and "<td>wrong</td>" in shown
+    assert "<script>" not in shown and "&lt;script&gt;" in shown, "a stranger's words are escaped"
+
+
+@pytest.mark.parametrize("micro_batch", [1, 8])
+def test_the_self_check_shows_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, micro_batch: int) -> None:
+    bars: list[selfcheck.tqdm] = []
+
+    class Bar(selfcheck.tqdm):
+        def close(self) -> None:
+            bars.append(self)
+            super().close()
+
+    monkeypatch.setattr(selfcheck, "tqdm", Bar)
+    training.trainer(tmp_path, max_steps=1, per_device_train_batch_size=micro_batch).train()
+    assert bars and all(bar.n == bar.total >= 6 for bar in bars)
+    assert "autograd" in bars[0].desc
