@@ -54,7 +54,7 @@ def test_epsilon_and_noise_exclude_each_other_and_one_is_needed() -> None:
     values = {"target_epsilon": 8.0, "target_risk": 0.1, "noise_multiplier": 1.0}
     for some in ([0, 1], [0, 2], [1, 2], [0, 1, 2]):
         given = {name: values[name] for name in (BUDGETS[i] for i in some)}
-        with pytest.raises(ValueError, match="Only one of .*" + ".*".join(f"`{name}` = " for name in given)):
+        with pytest.raises(ValueError, match=".*".join(f"`{name}` = " for name in given)):
             DPConfig(**given)
     with pytest.raises(ValueError, match="`target_epsilon`.*`target_risk`.*`noise_multiplier`.*got none"):
         DPConfig()

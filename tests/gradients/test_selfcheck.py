@@ -184,7 +184,7 @@ def test_made_up_records_that_are_alike_are_refused():
         losses = loss(model, batch)
         return losses * losses.detach().mean()
 
-    with pytest.raises(SelfCheckError, match="`public_batch` must return records of which no two are alike"):
+    with pytest.raises(SelfCheckError, match="`public_batch`"):
         self_check(model, centred, alike)
 
 
@@ -502,5 +502,5 @@ def test_a_layer_with_an_adapter_may_not_change_its_weights():
     def make(records, length, generator=None):
         return {"x": torch.randn(records, length, 6, generator=generator)}
 
-    with pytest.raises(SelfCheckError, match="base_layer.weight`: a buffer or a weight that a forward pass changes"):
+    with pytest.raises(SelfCheckError, match="base_layer.weight`"):
         self_check(Adapted(), lambda model, batch: model(batch["x"]).square().mean((1, 2)), make)

@@ -182,7 +182,7 @@ def test_best_of_many_runs_agrees_with_dp_accounting() -> None:
         assert best_of_epsilon(events, 1e-5, mean, law) == pytest.approx(theirs, rel=2e-2)
         assert best_of_epsilon(events, 1e-5, mean, law) <= theirs + 1e-9, "more orders can only be tighter"
     assert best_of_epsilon([Event(0.1, (0.0,), 1)], 1e-5, 10) == math.inf
-    with pytest.raises(ValueError, match="`runs` must be > 1, got 1"):
+    with pytest.raises(ValueError, match="`runs`.*got 1"):
         best_of_epsilon(events, 1e-5, 1)
 
 

@@ -100,10 +100,10 @@ def test_the_sampler_gives_finished_texts_for_its_codes(tmp_path: Path) -> None:
 
 
 def test_codes_are_public_and_complete(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="`--codes` must name a public JSON file"):
+    with pytest.raises(ValueError, match="`--codes`"):
         synthesize.main([word for word in line(tmp_path) if "codes.json" not in word and word != "--codes"])
     (tmp_path / "other.json").write_text('[{"bed": "w1"}]')
-    with pytest.raises(ValueError, match="`--codes` must give .'ward'."):
+    with pytest.raises(ValueError, match="`--codes`.*'ward'"):
         synthesize.main(line(tmp_path, "--codes", f"{tmp_path}/other.json"))
     assert not (tmp_path / "out" / "_dp").exists(), "nothing was charged"
 

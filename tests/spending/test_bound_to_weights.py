@@ -228,7 +228,7 @@ def test_a_single_element_that_a_callback_writes_to_is_noticed_in_the_run(tmp_pa
     made = training.trainer(
         tmp_path, zoo.small("bert").to(dtype), callbacks=[at("on_step_end", change_last_bit)], max_steps=3
     )
-    with pytest.raises(LedgerError, match="changed outside of the private steps"):
+    with pytest.raises(LedgerError, match="`trainer.declare_post_processing"):
         made.train()
 
 

@@ -90,6 +90,6 @@ def quantized(threshold: float, how: str) -> hf.PreTrainedModel:
 
 @pytest.mark.parametrize("how", ["layer", "peft", "config", "dict"])
 def test_int8_with_outliers_is_refused(how: str) -> None:
-    with pytest.raises(ValueError, match="`llm_int8_threshold` must be 0, got 6.0"):
+    with pytest.raises(ValueError, match="`llm_int8_threshold`.*got 6.0"):
         PerSampleLoss(quantized(6.0, how))
     PerSampleLoss(quantized(0.0, how))

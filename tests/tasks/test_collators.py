@@ -258,7 +258,7 @@ class Lookup:
 def test_a_collator_that_needs_real_records_is_tested_on_them() -> None:
     records = [{"patient": 1000 + i, "labels": i % 2} for i in range(training.RECORDS)]
     check(Lookup(couples=False), records, zoo.small("vit"))
-    with pytest.raises(CollatorError, match="`pixel_values` of a record changes") as caught:
+    with pytest.raises(CollatorError, match="`pixel_values`") as caught:
         check(Lookup(couples=True), records, zoo.small("vit"))
     assert "1000" not in str(caught.value)
 
@@ -270,7 +270,7 @@ def test_no_message_quotes_a_record() -> None:
         return {"input_ids": torch.tensor([[float(record["text"])] for record in records])}
 
     records = [{"text": f"secret diagnosis {i}", "labels": 0} for i in range(9)]
-    with pytest.raises(CollatorError, match="ValueError.*`input_ids`: tokenize") as caught:
+    with pytest.raises(CollatorError, match="ValueError.*`input_ids`") as caught:
         check(collate, records)
     assert "secret" not in str(caught.value)
     assert caught.value.__cause__ is None and caught.value.__suppress_context__

@@ -213,7 +213,7 @@ def test_padding_beyond_an_attention_window_is_refused_in_float64(name: str) -> 
     wide["attention_mask"][1, 2:] = 0
     if wide["labels"].dim() > 1:
         wide["labels"][1, 2:] = IGNORE_INDEX
-    with pytest.raises(ValueError, match="`attention_mask` must leave less padding"):
+    with pytest.raises(ValueError, match="`attention_mask`"):
         PerSampleLoss(model)(model, wide)
     narrow = {key: x[:, :4] if x.dim() > 1 else x for key, x in wide.items()} if name != "modernbert" else batch
     assert PerSampleLoss(model)(model, narrow).isfinite().all()

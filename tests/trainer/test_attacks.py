@@ -56,7 +56,7 @@ def test_a_collator_that_mixes_records_is_refused_before_anything_is_charged(tmp
 def test_trl_arguments_that_join_records_are_refused(tmp_path: Path, name: str) -> None:
     args = training.arguments(tmp_path)
     setattr(args, name, True)
-    with pytest.raises(ValueError, match=f"`{name}` = True cannot be combined"):
+    with pytest.raises(ValueError, match=f"`{name}` = True"):
         training.trainer(tmp_path, args=args)
 
 
@@ -147,8 +147,8 @@ def test_what_the_collator_repairs_is_no_mistake(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("labels", 7, "`labels` must be at least 0 and below 2"),
-        ("input_ids", [5] * 17, "`input_ids` must have at most 16"),
+        ("labels", 7, "`labels`"),
+        ("input_ids", [5] * 17, "`input_ids`"),
     ],
 )
 def test_what_fails_inside_a_step_names_the_field(tmp_path: Path, field: str, value: Any, message: str) -> None:
@@ -199,10 +199,10 @@ def test_training_records_are_not_evaluated_in_any_container(tmp_path: Path, kin
     for records in (dataset, training.text()):
         made = training.trainer(tmp_path, records=records)
         for action in (made.evaluate, made.predict):
-            with pytest.raises(ValueError, match="`eval_dataset` must"):
+            with pytest.raises(ValueError, match="`eval_dataset`"):
                 action(copies(dataset)[kind])
         made = training.trainer(tmp_path, records=records, eval_dataset=copies(dataset)[kind], eval_strategy="steps")
-        with pytest.raises(ValueError, match="`eval_dataset` must"):
+        with pytest.raises(ValueError, match="`eval_dataset`"):
             made.train()
     assert charged(tmp_path) == 0
 
@@ -210,7 +210,7 @@ def test_training_records_are_not_evaluated_in_any_container(tmp_path: Path, kin
 def test_a_hand_made_loader_of_training_records_is_not_evaluated(tmp_path: Path) -> None:
     made = training.trainer(tmp_path)
     loader = DataLoader(copy.deepcopy(training.text()), batch_size=8, collate_fn=training.Padding())
-    with pytest.raises(ValueError, match="`eval_dataset` must"):
+    with pytest.raises(ValueError, match="`eval_dataset`"):
         made.evaluation_loop(loader, "Evaluation")
 
 
@@ -331,7 +331,7 @@ def test_overrides_that_would_have_no_effect_are_refused(tmp_path: Path) -> None
             return DataLoader(self.train_dataset)
 
     for cls, name in ((Sampler, "_get_train_sampler"), (Loader, "get_train_dataloader")):
-        with pytest.raises(ValueError, match=f"`{name}` cannot be overridden"):
+        with pytest.raises(ValueError, match=f"`{name}`"):
             mixed(cls, tmp_path)
     made = training.trainer(tmp_path)
     made.get_train_dataloader = lambda: DataLoader(training.text())

@@ -29,7 +29,7 @@ def test_an_optimizer_of_another_copy_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`optimizers`.*`bert.embeddings"):
         made.train()
     both = torch.optim.SGD([*model.parameters(), *copy.parameters()], lr=0.1)
-    with pytest.raises(ValueError, match="`optimizers`.* others"):
+    with pytest.raises(ValueError, match="`optimizers`"):
         training.trainer(tmp_path / "both", model, optimizers=(both, None)).train()
     assert not training.files(tmp_path / "_dp") or training.steps(tmp_path) == 0, "nothing was spent"
 
@@ -271,7 +271,7 @@ def test_refusals_come_before_the_hub_repo(tmp_path: Path, monkeypatch: pytest.M
     for settings, named in (
         ({"hub_strategy": "checkpoint"}, "`hub_strategy`"),
         ({"max_grad_norm": 0.3}, "`max_grad_norm`"),
-        ({"dp": {"expected_batch_size": 41}}, "`expected_batch_size` must be at most the number of records"),
+        ({"dp": {"expected_batch_size": 41}}, "`expected_batch_size`.*got 41"),
     ):
         with pytest.raises(ValueError, match=named):
             training.trainer(tmp_path, push_to_hub=True, **settings)

@@ -59,14 +59,14 @@ class ReplacesGradients(DPTrainer):
 
 
 def test_inputs_that_a_subclass_mixes_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CollatorError, match="`input_ids` of a record changes"):
+    with pytest.raises(CollatorError, match="`input_ids`"):
         made(MixesInputs, tmp_path / "mixes").train()
     made(MovesInputs, tmp_path / "moves").train()
 
 
 @pytest.mark.parametrize("kind", [AddsAfterTheNoise, ReplacesGradients])
 def test_gradients_are_left_as_the_mechanism_wrote_them(tmp_path: Path, kind: type[DPTrainer]) -> None:
-    with pytest.raises(RuntimeError, match="`training_step` must leave the gradients"):
+    with pytest.raises(RuntimeError, match="`training_step`"):
         made(kind, tmp_path).train()
 
 
@@ -98,7 +98,7 @@ class Hooks(TrainerCallback):
 
 @pytest.mark.parametrize("event", ["on_train_begin", "on_step_begin", "on_step_end"])
 def test_a_hook_that_comes_after_the_self_check_is_refused(tmp_path: Path, event: str) -> None:
-    with pytest.raises(RuntimeError, match="`bert` must run as it did"):
+    with pytest.raises(RuntimeError, match="`bert`"):
         made(DPTrainer, tmp_path, callbacks=[Hooks(event)]).train()
 
 
@@ -108,7 +108,7 @@ def test_a_forward_method_that_comes_after_the_self_check_is_refused(tmp_path: P
             plain = model.classifier.forward
             model.classifier.forward = lambda x: plain(x - x.detach().mean(0))
 
-    with pytest.raises(RuntimeError, match="`classifier` must run as it did"):
+    with pytest.raises(RuntimeError, match="`classifier`"):
         made(DPTrainer, tmp_path, callbacks=[Replaces()]).train()
 
 

@@ -106,7 +106,7 @@ def looks_up(records: list[str]) -> dict[str, Tensor]:
 def test_public_examples_replace_what_cannot_be_made_up(tmp_path: Path) -> None:
     private, public = [f"file {i}" for i in range(20)], [f"file {i}" for i in range(20, 40)]
     settings: dict[str, Any] = {"per_sample_loss": classes, "data_collator": looks_up, "remove_unused_columns": False}
-    with pytest.raises(ValueError, match="`public_examples` must be given for Plain"):
+    with pytest.raises(ValueError, match="`public_examples`.*Plain"):
         training.trainer(tmp_path / "a", Plain(), private, **settings).train()
     made = training.trainer(tmp_path / "b", Plain(), private, public_examples=public, **settings)
     one, other = (made.public_batch(3, 7, torch.Generator().manual_seed(seed)) for seed in (1, 2))
@@ -119,5 +119,5 @@ def test_examples_that_are_private_or_too_few_are_refused(tmp_path: Path, exampl
     records = training.text()
     given = records if examples == "private" else records[:3]
     made = training.trainer(tmp_path, zoo.small("bert"), records, public_examples=given)
-    with pytest.raises(ValueError, match="`public_examples` must"):
+    with pytest.raises(ValueError, match="`public_examples`"):
         made.train()

@@ -276,13 +276,13 @@ def test_evaluation_on_training_pairs_is_refused(tmp_path: Path, make: Any) -> N
     ],
 )
 def test_what_is_not_a_loss_of_one_pair_is_refused(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"`{name}` = .* cannot be combined"):
+    with pytest.raises(ValueError, match=f"`{name}` = "):
         dpo(tmp_path, **settings)
 
 
 @pytest.mark.parametrize("make", [dpo, reward])
 def test_a_loss_of_ones_own_is_refused(tmp_path: Path, make: Any) -> None:
-    with pytest.raises(ValueError, match="`per_sample_loss` must be None"):
+    with pytest.raises(ValueError, match="`per_sample_loss`"):
         make(tmp_path, per_sample_loss=lambda outputs, labels: outputs)
 
 
@@ -291,7 +291,7 @@ def test_a_reference_with_a_private_past_of_its_own_is_refused(tmp_path: Path) -
     other = dpo(tmp_path / "other")
     other.train()
     made = dpo(tmp_path / "own", ref_model=copy.deepcopy(other.model))
-    with pytest.raises(LedgerError, match="`ref_model` was trained privately"):
+    with pytest.raises(LedgerError, match="`ref_model`"):
         made.train()
     policy = copy.deepcopy(other.model)
     del policy.forward  # TRL's, which a copy shares with the original

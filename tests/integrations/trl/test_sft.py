@@ -132,23 +132,23 @@ def test_what_couples_records_is_refused_before_the_dataset_is_read(
         def __iter__(self) -> Any:
             raise AssertionError("the dataset was read")
 
-    with pytest.raises(ValueError, match=f"`{name}` = .* cannot be combined"):
+    with pytest.raises(ValueError, match=f"`{name}` = "):
         sft(tmp_path, records=Unread(), **settings)
 
 
 def test_images_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="`train_dataset` must be text"):
+    with pytest.raises(ValueError, match="`train_dataset`"):
         sft(tmp_path, records=chats.made("text").add_column("image", [0] * 12))
 
 
 def test_the_load_balancing_loss_is_refused(tmp_path: Path) -> None:
     size = {**zoo.LLAMA, "num_local_experts": 2, "router_aux_loss_coef": 0.01, "num_hidden_layers": 1}
-    with pytest.raises(ValueError, match="`router_aux_loss_coef` must be 0.0"):
+    with pytest.raises(ValueError, match="`router_aux_loss_coef`"):
         sft(tmp_path, model=MixtralForCausalLM(MixtralConfig(**size)))
 
 
 def test_the_wrong_arguments_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="`args` must be SFTConfig"):
+    with pytest.raises(ValueError, match="`args`.*SFTConfig"):
         DPSFTTrainer(
             zoo.small("llama"),
             training.arguments(tmp_path),
