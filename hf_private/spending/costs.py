@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from hf_private.accounting.events import Event
 
+from .admissions import admitted
 from .ledger import LedgerError, PrivacyLedger
 from .stated_unit import unit_of_statement
-from .statement import admitted
 
 Statement = dict[str, Any]
 Cost = dict[str, Any]
@@ -28,7 +28,7 @@ class Past(NamedTuple):
 
     Attributes:
         statements: With `ledger` and `private` at least.
-        unchecked: Names of `statement.ADMISSIONS`, for what could not be looked up.
+        unchecked: Names of `admissions.ADMISSIONS`, for what could not be looked up.
         named: The user has named one of the statements.
     """
 

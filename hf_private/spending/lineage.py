@@ -73,8 +73,10 @@ def _origins(model: nn.Module) -> Iterable[tuple[Any, list[nn.Parameter]]]:
         own = module.__dict__.get("config")
         config = own if own is not None and (config is None or hasattr(own, MARK)) else config
         if config is not None:
-            group = groups.setdefault((*_name_and_commit(config), hasattr(config, MARK)), (config, []))
-            group[1].extend(p for p in module.parameters(recurse=False) if id(p) not in adapters)
+            origin = (*_name_and_commit(config), hasattr(config, MARK))
+            groups.setdefault(origin, (config, []))[1].extend(
+                p for p in module.parameters(recurse=False) if id(p) not in adapters
+            )
         for child in module.children():
             visit(child, config)
 

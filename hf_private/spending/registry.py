@@ -11,10 +11,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_private.accounting.events import Event
 
+from .admissions import not_private
 from .costs import Statement
 from .fingerprints import fingerprint, parameters_of
 from .spending import Spending
-from .statement import not_private
 
 
 class Training:

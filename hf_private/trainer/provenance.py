@@ -12,21 +12,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_private.spending.admissions import POST_PROCESSING
 from hf_private.spending.costs import Past, cost_of, unknown_cost
 from hf_private.spending.fingerprints import Fingerprints, difference_from_files
 from hf_private.spending.ledger import LedgerError
 from hf_private.spending.lineage import mark, past_of
-from hf_private.spending.registry import (
-    Training,
-    changed_since,
-    recognise,
-    register,
-    remember,
-    trainings,
-)
+from hf_private.spending.registry import Training, changed_since, recognise, register, remember, trainings
 from hf_private.spending.run import Plan, Run
 from hf_private.spending.stated_unit import refuse_other_units
-from hf_private.spending.statement import POST_PROCESSING
 from hf_private.tasks.heads import base_model
 
 from .resume import check_checkpoint

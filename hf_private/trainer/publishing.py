@@ -22,9 +22,10 @@ from hf_private.config import DPConfig
 from hf_private.distributed.ranks import Ranks
 from hf_private.publishing.card import weight_hashes, write_card
 from hf_private.publishing.release import publish, stage
+from hf_private.spending.admissions import POST_PROCESSING
 from hf_private.spending.ledger import LedgerError
 from hf_private.spending.spending import LEDGER, Spending
-from hf_private.spending.statement import POST_PROCESSING, STATEMENT, read_statement
+from hf_private.spending.statement import STATEMENT, read_statement
 
 from .base import TrainerBase
 from .provenance import Provenance

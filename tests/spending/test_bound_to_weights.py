@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback
 
 from hf_private.gradients.selfcheck import LENGTH
+from hf_private.spending.admissions import admitted
 from hf_private.spending.fingerprints import BITS, fingerprint
 from hf_private.spending.ledger import LedgerError
-from hf_private.spending.statement import admitted, build_statement, read_statement
+from hf_private.spending.statement import build_statement, read_statement
 from hf_private.trainer.trainer import DPTrainer
 from tests.support import training, zoo
 

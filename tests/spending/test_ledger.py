@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from hf_private.accounting.events import Event
-from hf_private.spending.ledger import STEP_BYTES, LedgerError, PrivacyLedger, _line
+from hf_private.spending.chain import STEP_BYTES, make_line
+from hf_private.spending.ledger import LedgerError, PrivacyLedger
 from tests.support.ledger_file import CHEAP, DEAR, steps, write
 
 
@@ -247,7 +248,7 @@ def test_a_long_run_opens_quickly(path: Path) -> None:
         ledger.charge(CHEAP)
         head, lines = ledger.head, []
     for _ in range(100_000):
-        lines.append(_line(head, "step"))
+        lines.append(make_line(head, "step"))
         head = lines[-1][-67:-3].decode()
     with path.open("ab") as file:
         file.write(b"".join(lines))

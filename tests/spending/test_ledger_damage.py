@@ -7,7 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hf_private.spending.ledger import LedgerError, PrivacyLedger, _line
+from hf_private.spending.chain import make_line
+from hf_private.spending.ledger import LedgerError, PrivacyLedger
 from tests.support.ledger_file import CHEAP, DEAR, steps, write
 
 
@@ -162,11 +163,11 @@ def test_a_line_with_a_right_hash_and_wrong_content_is_not_repaired(path: Path) 
     ):
         path.unlink(missing_ok=True)
         whole = write(path)
-        whole += _line(PrivacyLedger.read(path).head, kind, **data)
+        whole += make_line(PrivacyLedger.read(path).head, kind, **data)
         path.write_bytes(whole)
         with pytest.raises(LedgerError, match="line [0-9]+ of "):
             PrivacyLedger(path)
         assert path.read_bytes() == whole
-    path.write_bytes(_line("", "ledger", version=2))
+    path.write_bytes(make_line("", "ledger", version=2))
     with pytest.raises(LedgerError, match="version 2"):
         PrivacyLedger(path)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from hf_private.spending.statement import ADMISSIONS, admitted
+from hf_private.spending.admissions import ADMISSIONS, admitted
 
 TO_FILL_IN = "Not in the statement: fill in."
 

@@ -215,13 +215,13 @@ MUTANTS = (
     ),
     Mutant(
         "what was declared after a run is not on the cards of descendants",
-        "spending/statement.py",
+        "spending/admissions.py",
         (('        declared.update(one.get("post_processing") or ())\n', ""),),
         "tests/spending/test_bound_to_weights.py::test_what_was_declared_is_on_the_cards_of_descendants",
     ),
     Mutant(
         "what was declared after a run is not on its card",
-        "spending/statement.py",
+        "spending/admissions.py",
         (('("anchors", "carriers", "noise", "post_processing")', '("anchors", "carriers", "noise")'),),
         "tests/spending/test_bound_to_weights.py::test_what_was_declared_is_on_the_cards_of_descendants",
     ),
