@@ -6,7 +6,7 @@
 
 For each source a short run takes private steps and measures, on a probe of the training records, the relative residual
 of the gradient outside of the carriers in use (Eq. 5 of RGP, over all targeted weights), and what prediction.py makes
-of it. `self` are the best carriers of rank r, those of the gradient itself, which nobody may use. Noise is real, but
+of it. `self` are the best carriers of rank r, those of the gradient itself, which are not private. Noise is real, but
 residuals are not private: use public records, or records whose privacy you give up. A `batch_share` of the batch with
 the same share of the noise has the same noise on the mean, and is faster.
 """

@@ -253,7 +253,7 @@ def _smallest(excess: Callable[[float], float], start: float = 1.0, spread: floa
     while excess(low) <= 0 and low > 1e-2:
         low, high, spread = low / (1 + spread), low, 4 * spread
     if excess(low) <= 0:
-        return low  # a budget so large that it needs hardly any noise
+        return low  # a budget so large that almost no noise is needed
     return _root(lambda sigma: min(excess(sigma), 1e6), low, high, xtol=1e-7, rtol=1e-9)
 
 

@@ -67,7 +67,7 @@ def calibrate_risk(
         tick()
         return risk(plan(sigma), None, records_per_unit).advantage - goal
 
-    def roughly(sigma: float) -> float:  # in a fraction of the time, and hardly more
+    def roughly(sigma: float) -> float:  # in a fraction of the time, and almost as tight
         tick()
         return _rough_advantage(plan(sigma), records_per_unit) - goal
 

@@ -58,7 +58,7 @@ class Plan:
 
 
 class Priced(NamedTuple):
-    """What a plan costs."""
+    """Epsilon and risk of a plan."""
 
     plan: Plan
     epsilon: float
@@ -92,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
     from hf_private.accounting.budget import BudgetExceeded, enforced_epsilon
     from hf_private.accounting.events import Event
     from hf_private.accounting.risk import risk
+    from hf_private.publishing.rounding import decimals, percent
     from hf_private.spending.limits import limit_of
 
     unit_plans = None
@@ -143,8 +144,8 @@ def run(args: argparse.Namespace) -> int:
                     plan.batch,
                     plan.steps,
                     f"{plan.epochs:.2f}",
-                    f"{_round_up(epsilon, 3):.3f}",
-                    f"{_round_up(100 * risk.accuracy, 1):.1f} %",
+                    decimals(epsilon, 3) if math.isfinite(epsilon) else "inf",
+                    percent(risk.accuracy),
                 )
                 for plan, epsilon, risk in rows
             ],

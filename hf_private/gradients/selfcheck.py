@@ -1,6 +1,6 @@
 """The start-up self-check: is every per-sample gradient of *this* model exact, and do its records stay apart?
 
-Rules know layer kinds; models combine them in ways that nobody listed. So before training the engine is compared with
+Rules know layer kinds; models combine them in ways that no list covers. So before training the engine is compared with
 plain autograd, and records with themselves: alone and in a batch, padded and trimmed, beside another record, in
 evaluation and in training mode. Compared are losses and gradients (their projections, see sketch.py), on synthetic
 inputs, in float32 or better whatever the training precision. What is not exact is refused, never wrong.
@@ -130,7 +130,7 @@ def _check_distinct(batch: Batch) -> None:
     }
     if len(rows) < records:
         raise SelfCheckError(
-            f"`public_batch` must return records of which no two are alike, got {len(rows)} different ones of"
+            f"`public_batch` must return records that all differ, got {len(rows)} different ones of"
             f" {records}: records that are alike cannot show whether they are independent."
         )
 

@@ -42,7 +42,7 @@ class _Piece(NamedTuple):
     name: str
     start: int
     count: int
-    pinned: bool  # for a copy to a CUDA device that nobody waits for
+    pinned: bool  # for an asynchronous copy to a CUDA device
 
 
 class NoiseSource:

@@ -1,4 +1,4 @@
-"""What the subspace methods share: orthonormal bases, public randomness for their starts, public gradients."""
+"""Shared parts of the subspace methods: orthonormal bases, public randomness for their starts, public gradients."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Checks of a card against its statement: section, warning, metadata, curve, and whatever else it says."""
+"""Checks of a card against its statement: section, warning, metadata, curve, and claims in all other text."""
 
 import hashlib
 import re
@@ -75,7 +75,7 @@ def _is_better(claim: Claim, statement: dict[str, Any]) -> bool:
 
 
 def _printed_facts(statement: dict[str, Any]) -> Iterator[str]:
-    """What the section prints of facts that nobody can recompute."""
+    """Facts that the section prints and that cannot be recomputed."""
     name = "card.md" if statement["private"] else "card_not_private.md"
     used = {*Template(template(statement, name)).get_identifiers()}
     fields = template_fields(statement)

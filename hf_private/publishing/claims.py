@@ -33,7 +33,7 @@ from .plain_text import plain_text
 CONTEXT = 300  # letters to each side that say what an epsilon is
 REACH = 12  # tokens between a name and its number
 TINY = 1e-3  # the largest epsilon that anyone uses for numerical stability
-ABSURD = 1e-6  # below this, nobody means privacy
+ABSURD = 1e-6  # smaller values are no privacy parameters
 
 TOKEN = re.compile(
     r"(?P<number>\d{1,15}(?:\.\d{1,30})?\s?x\s?10\s?\^\s?[+-]?\d{1,3}|10\s?\^\s?[+-]?\d{1,3}|\d{1,15}\s?/\s?\d{1,15}"

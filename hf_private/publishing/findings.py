@@ -1,4 +1,4 @@
-"""What checks report."""
+"""Results of checks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Found = Iterator[tuple[str, str]]  # (status, message) of everything that is not
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found: `status` is "holds", "wrong", "cannot tell" or "warning"."""
+    """Result of one check: `status` is "holds", "wrong", "cannot tell" or "warning"."""
 
     check: str
     status: str

@@ -33,7 +33,7 @@ def tradeoff_svg(curve: Iterable[tuple[float, float]], marked: Mapping[float, fl
     Args:
         curve: (false alarms, members found at most), as `Risk.curve`.
         marked: points to label, as `Risk.tpr`.
-        alone: for a file of its own, on a page of its own colour: whoever shows it may have other colours.
+        alone: for a file of its own, with a background, because the page around it may have other colours.
 
     >>> tradeoff_svg([(1e-5, 1e-3), (1.0, 1.0)], {0.01: 0.1}).startswith("<svg")
     True

@@ -1,8 +1,8 @@
 """The release guard: which files of a folder may be published, and an upload of exactly those.
 
 Trainer uploads everything in the output folder. Some of it would leak what the mechanism protects: states of random
-generators, un-noised metrics, pickled arguments, the ledger's times, copies of the data. Nobody needs them to use or
-check the model.
+generators, un-noised metrics, pickled arguments, the ledger's times, copies of the data. None of them is needed to
+use or check the model.
 """
 
 import os
@@ -98,7 +98,7 @@ class Release:
 
 
 def reason_to_stay(name: str) -> str | None:
-    """Why a file of this name must not be published; None if nothing speaks against it.
+    """Why a file of this name must not be published; None if it may.
 
     >>> reason_to_stay("model.safetensors")
     >>> reason_to_stay("runs/Nov01/events.out.tfevents.1")
@@ -147,7 +147,9 @@ def scan(folder: str | Path) -> Release:
         else:
             left_out[name] = reason
     if STATEMENT not in files:
-        refused.setdefault(STATEMENT, "is missing, so nobody could check the model: save it with DPTrainer.save_model")
+        refused.setdefault(
+            STATEMENT, "is missing, so the model could not be checked: save it with DPTrainer.save_model"
+        )
     return Release(tuple(files), left_out, refused)
 
 
@@ -173,7 +175,7 @@ def _unnoised(path: Path) -> str | None:
 
 
 def _problem(path: Path) -> str | None:
-    """What in a text forbids publishing the folder."""
+    """Why the content of a file forbids publishing the folder; None if it does not."""
     if path.suffix not in TEXT:
         return None
     if path.stat().st_size > TEXT_LIMIT:

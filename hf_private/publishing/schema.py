@@ -1,4 +1,4 @@
-"""A strict JSON parser, and what breaks a JSON Schema, in lines that are short whatever the file holds."""
+"""A strict JSON parser, and violations of a JSON Schema as short lines, also for hostile files."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def _finite(number: str) -> float:
 
 
 def violations(value: Any, schema: dict[str, Any]) -> Iterator[str]:
-    """Where and how `value` breaks `schema`.
+    """Violations of `schema` by `value`.
 
     >>> list(violations({"delta": 2}, {"properties": {"delta": {"maximum": 1}}, "required": ["delta", "epsilon"]}))
     ['`delta` must have `maximum` 1, got 2', "`the statement`: 'epsilon' is a required property"]

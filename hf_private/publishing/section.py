@@ -77,7 +77,7 @@ def card_tags(statement: dict[str, Any]) -> list[str]:
 
 
 def template_fields(statement: dict[str, Any]) -> dict[str, str]:
-    """What the placeholders of all templates stand for."""
+    """Values of the placeholders of all templates."""
     guarantee = statement["guarantee"]
     mechanism = statement["mechanism"]
     dataset = statement["dataset"]
@@ -98,12 +98,12 @@ def template_fields(statement: dict[str, Any]) -> dict[str, str]:
         **_attacks(guarantee.get("risk") or {}),
         "reasons": "; ".join(statement["not_private_because"]),
         "method": mechanism["method"],
-        "phases": _phases(mechanism["phases"]),
+        "phases": phases_text(mechanism["phases"]),
         "clipping": mechanism["clipping"],
         "clip_norm": mechanism["clip_norm"],
         "batch_size": mechanism["expected_batch_size"],
         "optimizer": mechanism["optimizer"],
-        "accountants": _upper_bounds(guarantee["accountants"]),
+        "accountants": upper_bounds(guarantee["accountants"]),
         "note": note or "none failed",
         "accountant_failures": f"; {note}" if note else "",
         "keys": randomness["keys"],
@@ -131,7 +131,7 @@ def template_fields(statement: dict[str, Any]) -> dict[str, str]:
 
 
 def unit_name(unit: dict[str, Any]) -> str:
-    """What epsilon is per, as a noun, of a statement's `privacy_unit`."""
+    """The privacy unit as a noun, from a statement's `privacy_unit`."""
     if unit.get("column"):
         return f"`{unit['column']}`"
     k = unit["records_per_unit"]
@@ -157,7 +157,7 @@ def _cell(value: Any) -> str:
     return " ".join(str(value).replace("|", "/").split())
 
 
-def _phases(phases: list[dict[str, Any]]) -> str:
+def phases_text(phases: list[dict[str, Any]]) -> str:
     ran = [
         f"{phase['steps']} steps, noise multiplier {phase['noise_multiplier']:.6g},"
         f" sample rate {phase['sample_rate']:.6g}"
@@ -166,7 +166,7 @@ def _phases(phases: list[dict[str, Any]]) -> str:
     return "; ".join(ran) or "nothing"
 
 
-def _upper_bounds(accountants: dict[str, dict[str, Any]]) -> str:
+def upper_bounds(accountants: dict[str, dict[str, Any]]) -> str:
     return ", ".join(f"{name.upper()} {_short(bound['upper'])}" for name, bound in sorted(accountants.items()))
 
 
@@ -177,7 +177,7 @@ def _tuning(tuning: dict[str, Any]) -> str:
 
 
 def _audit(audit: dict[str, Any]) -> str:
-    """What attacks found. Their epsilons are lower bounds, not guarantees."""
+    """Results of attacks. Their epsilons are lower bounds, not guarantees."""
     found = []
     if "mia_epsilon" in audit:
         found.append(
@@ -213,7 +213,7 @@ def _up_to(epsilon: float | str | None) -> str:
 
 
 def _best_guess(guarantee: dict[str, Any]) -> str:
-    """How often the best test of membership is right, in percent: (e^eps + delta) / (e^eps + 1), rounded up."""
+    """Accuracy of the best membership test, in percent: (e^eps + delta) / (e^eps + 1), rounded up."""
     inverse = math.exp(-float(guarantee["epsilon"]))
     share = (1 + inverse * guarantee["delta"]) / (1 + inverse)
     return f"{math.ceil(10000 * share) / 100:g}"

@@ -1,4 +1,4 @@
-"""What a check needs of a saved or published model: file names, a few texts, hashes of the weights."""
+"""The parts of a saved or published model that a check reads: file names, a few texts, hashes of the weights."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -165,7 +165,7 @@ def check_files(snapshot: Snapshot) -> Found:
 
 
 def check_caveats(statement: dict[str, Any]) -> Found:
-    """What weakens a claim that holds."""
+    """Caveats of a claim that holds."""
     for caveat in statement["caveats"]:
         yield WARNING, caveat
 

@@ -15,7 +15,8 @@ NOT_COVERED = (
     "the size of the training set, which is treated as public",
     "how long training took, which its logs and the times of its files show",
 )
-ADMISSIONS = {  # what a run's settings may have to admit; all of it is true of whatever is made from its weights, too
+# Statements of 0.1.0 contain these sentences, and `verify` compares them word for word: do not change them.
+ADMISSIONS = {  # by name of the setting; they also hold for models that are made from the weights
     "disjoint_data": "It was stated, and not checked, that the base model was privately trained on other records.",
     "base_model_unchecked": (
         "Whether the base model was privately trained before could not be looked up; nothing is charged."

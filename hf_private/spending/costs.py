@@ -1,4 +1,4 @@
-"""What earlier training has cost, and how the ledger of a run takes it over.
+"""Costs of earlier training, and how the ledger of a run takes them over.
 
 A cost is a dict of public values: the ledger that it was charged to (`head`, `length`), its `events`, whether it was
 `private`, the runs that were tried for it (`tuning`), and the admissions of its statement. A ledger is charged for it
@@ -50,7 +50,7 @@ def unknown_cost(reason: str) -> LedgerError:
 
 
 def cost_of(statement: Statement) -> Cost:
-    """What the ledger of a statement has spent."""
+    """The cost that the ledger of a statement records."""
     cost: Cost = {name: statement["ledger"][name] for name in ("head", "length", "events")}
     cost["private"] = bool(statement.get("private", True))
     if (statement.get("tuning") or {}).get("runs"):
@@ -67,7 +67,7 @@ def left_out(runs: Iterable[dict[str, Any]]) -> list[Cost]:
 
 
 def all_costs(statement: Statement) -> list[Cost]:
-    """What a run on these weights is charged for: the spending of their ledger, and the costs that it has left out."""
+    """All costs of weights with this statement: the spending of its ledger, and the costs that it left out."""
     return [cost_of(statement), *left_out(statement.get("runs") or ())]
 
 

@@ -1,9 +1,9 @@
 """Whether a model is still as a run left it: fingerprints of everything that a save writes.
 
-A fingerprint is BLAKE2b over a tensor's type, shape and bytes: any changed element changes it, and nobody can make
-another tensor with the same one. One CPU core reads about 1 GB per second: half a second for 110 million float32
-weights. Fingerprints are taken when a run starts, when it ends, and at each save. Under FSDP2 each rank takes those of
-its own shards.
+A fingerprint is BLAKE2b over a tensor's type, shape and bytes: any changed element changes it, and no other tensor
+with the same fingerprint can be constructed. One CPU core reads about 1 GB per second: half a second for 110 million
+float32 weights. Fingerprints are taken when a run starts, when it ends, and at each save. Under FSDP2 each rank takes
+those of its own shards.
 
 Between two steps of a run something cheaper is compared: torch's counters of in-place writes, which do not see fused
 optimizers and writes to `.data`, and the sum of the bits of each trained parameter, which a change of any element

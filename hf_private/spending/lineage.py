@@ -1,7 +1,7 @@
-"""What the weights have cost before a run. The rules:
+"""Finds what the weights have cost before a run. The rules:
 
 1. Weights that were loaded from a folder or Hub repository with a statement (privacy.json) bring its spending along.
-2. Parameters that were trained in this process bring their spending along, in whatever model they are now.
+2. Parameters that were trained in this process bring their spending along, also into another model.
 3. `DPTrainer(continues=...)` names a statement that cannot be found: PEFT does not keep where an adapter came from.
 4. `DPConfig(disjoint_data=True)` leaves all of it out, and the card says so. A later run without it is charged.
 5. If the Hub cannot be reached, or an adapter is randomly initialised, the card says that this is unchecked.

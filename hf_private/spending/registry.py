@@ -1,6 +1,6 @@
-"""What this process has trained: parameter -> the runs that its value has cost, as long as the parameter lives.
+"""Registry of the parameters that this process has trained: parameter -> the runs that its value has cost.
 
-Parameters are found by identity, in whatever model they are now, and copies of what a run has left by their content.
+Parameters are found by identity, also inside another model, and copies of trained ones by their content.
 """
 
 from collections.abc import Collection, Iterable, Mapping

@@ -27,7 +27,7 @@ def draws_units(settings: Mapping[str, Any]) -> bool:
 
 
 def unit_of(settings: Mapping[str, Any]) -> Unit | None:
-    """What must be the same for spending to add up; None for records and for what a user says of them.
+    """The unit that must be equal for spending to add up; None for records, and for groups that a user declares.
 
     Where units are drawn, `records_per_unit` may change: the sensitivity to a unit does not depend on it.
     """

@@ -153,7 +153,7 @@ def statement_risk(facts: dict[str, Any]) -> Risk:
 
 
 def _stated(found: Risk) -> dict[str, Any]:
-    """Attack rates with the trade-off curve, of which the card has a picture; all of it is rounded up."""
+    """Attack rates with the trade-off curve that the card draws; all values are rounded up."""
     shown = [{"fpr": rate, "tpr": min(_ceil_digits(share, 4), 1.0)} for rate, share in found.curve[::TRADEOFF]]
     return {**found.to_dict(), "tradeoff": shown}
 

@@ -101,7 +101,7 @@ def _records(collate: Collate, dataset: Any, model: nn.Module) -> tuple[list[Any
         raise
     except UnknownSchemaError:
         pass
-    except Exception:  # whatever a collator raises for content that it does not know
+    except Exception:  # a collator may raise anything for unknown content
         pass
     else:
         return [one], equal, varied
@@ -183,7 +183,7 @@ class _Trial:
 def _compare(first: Batch, second: Batch, row: int, other: int, loose: frozenset[str]) -> None:
     """Compare a record's row in two batches. `loose` fields are random in themselves: only their padding counts."""
     if first.keys() != second.keys():
-        _refuse(sorted({*first} ^ {*second})[0], "is there or not, depending on the other records of the batch")
+        _refuse(sorted({*first} ^ {*second})[0], "appears or disappears with the other records of the batch")
     grown: dict[str, list[Tensor]] = {}
     for name in first:
         a, b = _row(first, name, row), _row(second, name, other)
@@ -204,7 +204,7 @@ def _compare(first: Batch, second: Batch, row: int, other: int, loose: frozenset
 
 
 def _check_padding(grown: dict[str, list[Tensor]]) -> None:
-    """What a longer neighbour adds to a row must be marked as padding: by a mask of 0, and by labels of -100."""
+    """Check that values which a longer neighbour adds to a row are marked as padding: mask 0, labels -100."""
     marks = {name for name in grown if _is_mask(name)}
     for name, parts in grown.items():
         values = torch.cat([part.double() for part in parts])

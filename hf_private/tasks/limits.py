@@ -1,4 +1,4 @@
-"""Which values a model takes in each field: lengths, token ids, labels.
+"""Limits of each input field of a model: lengths, token ids, labels.
 
 A value outside these limits makes a step fail after it was charged. So they are checked before the first charge for
 the whole dataset (`dataset_check.py`), and used to explain a failure inside a step. Messages name the field and the
@@ -18,7 +18,7 @@ CLASS_LABELS = ("labels", "label", "label_ids")
 
 
 class Limit(NamedTuple):
-    """What one field of a record may hold."""
+    """Limits of one field of a record."""
 
     below: int | None = None  # whole numbers are at least 0 and below it
     below_name: str = ""  # where `below` comes from

@@ -157,7 +157,7 @@ def refuse_unmarked_padding(records: Sequence[Any], batch: Mapping[str, Any]) ->
 
 
 def _refuse_unknown_lengths(records: Sequence[Any], batch: Mapping[str, Any]) -> None:
-    """Where the collator makes the tokens, their number in each record is not known: a mask has to tell it."""
+    """Records without tokens: the collator makes them, so only a mask shows their number."""
     if len(records) == 1 or "input_ids" not in batch or any(name.endswith("mask") for name in batch):
         return
     shapes = {getattr(record, "shape", None) for record in records}

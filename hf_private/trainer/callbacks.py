@@ -36,23 +36,14 @@ class PrivacyCallback(TrainerCallback):
         """Epsilon spent so far: by the schedule of the run that is open, or by the accountant, which takes longer."""
         return self.spending.epsilon() if exact else self.spending.live_epsilon()
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict | None = None, **_: Any) -> None:
         """Add epsilon to what is being logged, and to its copy in the history."""
         if logs is None or "epsilon" in logs or not self.spending.writes:
             return
         epsilon = self.epsilon()
-        shown: dict[str, Any] = (
-            {"epsilon": "inf", "privacy": NOT_PRIVATE} if math.isinf(epsilon) else {"epsilon": epsilon}
-        )
-        entries: list[dict[str, Any]] = [logs, *state.log_history[-1:]]
-        for entry in entries:
+        public = math.isfinite(epsilon)
+        shown: dict[str, Any] = {"epsilon": epsilon} if public else {"epsilon": "inf", "privacy": NOT_PRIVATE}
+        for entry in (logs, *state.log_history[-1:]):
             entry.update(shown)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a DPTrainer asks of its data: checks before the first charge, made-up batches, evaluation on other records."""
+"""Checks of the data before the first charge, made-up batches, and a guard against evaluation on training records."""
 
 from collections.abc import Callable
 from functools import partial
@@ -43,7 +43,7 @@ def check_data(trainer: "LoadingMixin", dataset: Any, logical: LogicalCollator, 
 
 
 def _as_batch(trainer: "LoadingMixin", logical: LogicalCollator) -> Callable[[list[Any]], Any]:
-    """What makes of records the batch that the model gets: the collator, and a subclass's `_prepare_inputs`."""
+    """Function from records to the model's batch: the collator, and a subclass's `_prepare_inputs`."""
     if type(trainer)._prepare_inputs is Trainer._prepare_inputs:
         return logical.collate
 
@@ -113,7 +113,7 @@ def made_up_batch(
     except Exception:
         raise ValueError(
             f"`public_examples` must be given for {type(base_model(model)).__name__}: no made-up batch could be built"
-            " for it from the schema of `train_dataset`. Give a few public records of the same form, or override"
+            " from the schema of `train_dataset`. Give a few public records of the same form, or override"
             " `public_batch`."
         ) from None
 

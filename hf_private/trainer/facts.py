@@ -1,4 +1,4 @@
-"""What a card says about a run besides its ledger: settings, data, evaluation, software. No data of the records."""
+"""Facts for the card besides the ledger: settings, data, evaluation, software. They do not depend on the records."""
 
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any

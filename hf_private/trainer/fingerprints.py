@@ -1,9 +1,9 @@
-"""Recognises training records by their content, whatever object holds them.
+"""Recognises training records by their content.
 
 Metrics on training records are not private, so DPTrainer does not evaluate them. A slice, another format, a list copy
 or a Subset of the training set is a new object with the same records; a hash of each record's input shows it.
 
-Short records recur by nature: different people write "yes, please". How often shows within the training set, so an
+Short records recur naturally: different people write "yes, please". How often shows within the training set, so an
 evaluation set may share as much as that, and 1 % more. In dialogues (SGD), 31 % of the training turns occur more than
 once, and 27 % of the turns for evaluation occur in the training set; in film reviews (SST-2) it is 1 % and 0 %.
 

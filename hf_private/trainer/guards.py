@@ -63,7 +63,7 @@ def check_evaluation(evaluation: Any, training: Any) -> None:
 
 
 def check_content(evaluation: Any, known: TrainingRecords) -> None:
-    """No evaluation set may hold more training records than recur by nature, whatever object they are in."""
+    """Refuse an evaluation set that shares more records with the training set than recur within the training set."""
     for dataset in evaluation.values() if isinstance(evaluation, dict) else (evaluation,):
         if dataset is None or isinstance(dataset, str):
             continue
@@ -77,8 +77,8 @@ def check_content(evaluation: Any, known: TrainingRecords) -> None:
             )
         if found.share:
             logger.warning_once(
-                "Some evaluation records have the same content as a training record, no more than short texts repeat"
-                " by nature. Their metrics are logged without noise: remove them if they are the same people's."
+                "Some evaluation records have the same content as a training record, as short texts often do. Their"
+                " metrics are logged without noise: remove them if they come from the same people."
             )
 
 
@@ -130,7 +130,7 @@ class ForwardGuard:
         self._known = self._find()
 
     def _find(self) -> dict[tuple[str, int], Any]:
-        """What runs in a forward pass beside the classes' own methods, by module and identity."""
+        """Hooks and replaced forward methods, by module and identity."""
         found: dict[tuple[str, int], Any] = {}
         for path, module in self.model.named_modules():
             own = module.__dict__.get("forward")

@@ -1,4 +1,4 @@
-"""What a private trainer reads: draws of the private records, public anchors, and other records to evaluate on."""
+"""Data loading: Poisson draws of the private records, public anchors, and evaluation on other records."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,13 +1,13 @@
-"""The last word on what is logged: while a run trains, only what is known to be public.
+"""Filters log entries: during training, only metrics that are known to be public pass.
 
 A subclass, or another trainer that DPTrainer is combined with, may add metrics to a log entry after DPTrainer has seen
-it (`SFTTrainer.log` adds the accuracy on training tokens). All entries go through the callbacks before anybody reads
-them, so the filter is the first callback.
+it (`SFTTrainer.log` adds the accuracy on training tokens). All entries go through the callbacks first, so the
+filter is the first callback.
 """
 
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler
 from transformers.utils import logging
 
@@ -25,7 +25,7 @@ PUBLIC_METRICS = frozenset(
 
 
 class LogFilter(TrainerCallback):
-    """Removes what is not private from log entries, or renames it to `nonprivate_...` if `log_nonprivate` asks for it.
+    """Removes non-private metrics from log entries, or renames them to `nonprivate_...` if `log_nonprivate` is set.
 
     Guarantee: while a run trains, no reporter, no later callback and no trainer_state.json sees a metric that is not
     in `PUBLIC_METRICS`, except those of an evaluation, which DPTrainer does not run on training records.
@@ -37,7 +37,7 @@ class LogFilter(TrainerCallback):
         self._told: set[str] = set()
 
     def keep_first(self, handler: CallbackHandler) -> None:
-        """Make sure that no callback sees an entry before the filter, and that nobody has removed it."""
+        """Keep the filter first among the callbacks, even if it was removed."""
         if not handler.callbacks or handler.callbacks[0] is not self:
             handler.callbacks[:] = [self, *(callback for callback in handler.callbacks if callback is not self)]
 
@@ -49,14 +49,7 @@ class LogFilter(TrainerCallback):
         """From here on, the user's own entries pass."""
         self._training = False
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict | None = None, **_: Any) -> None:
         """Filter an entry and its copy in the history."""
         for entry in (logs, *state.log_history[-1:]):
             if entry is not None:
@@ -66,9 +59,8 @@ class LogFilter(TrainerCallback):
         evaluations = tuple(name.removesuffix("runtime") for name in entry if name.endswith("_runtime"))
         evaluations = tuple(prefix for prefix in evaluations if prefix != "train_")
         for name in list(entry):
-            listed = name in PUBLIC_METRICS or name.startswith(evaluations)
-            if name.startswith("nonprivate_") and self.config.log_nonprivate:
-                listed = True
+            asked_for = name.startswith("nonprivate_") and self.config.log_nonprivate
+            listed = asked_for or name in PUBLIC_METRICS or name.startswith(evaluations)
             if name in NONPRIVATE_METRICS or (self._training and not listed):
                 value = entry.pop(name)
                 if self.config.log_nonprivate:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 from transformers.utils.notebook import NotebookProgressCallback
 
@@ -13,35 +13,19 @@ class PrivateNotebookProgress(NotebookProgressCallback):
     """Trainer's table adds a line for each training loss, which a private run does not log, and drops the first word
     of a metric's name, which leaves `epsilon` without a heading."""
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Start the table."""
         super().on_train_begin(args, state, control, **kwargs)
         if args.eval_strategy == IntervalStrategy.NO and self.training_tracker is not None:
             self.training_tracker.inner_table = [[self.first_column, COLUMN]]
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: Any, logs: Any = None, **_: Any) -> None:
         """Add a line with epsilon; with evaluation, its lines have it."""
         epsilon = (logs or {}).get("epsilon")
         if args.eval_strategy == IntervalStrategy.NO and self.training_tracker is not None and epsilon is not None:
             self.training_tracker.write_line({self.first_column: state.global_step, COLUMN: epsilon})
 
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_evaluate(self, args: Any, state: TrainerState, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         """Add a line with the metrics and epsilon under its name."""
         shown = {"eval_epsilon" if name == "epsilon" else name: value for name, value in (metrics or {}).items()}
         super().on_evaluate(args, state, control, metrics=shown, **kwargs)

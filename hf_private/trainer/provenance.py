@@ -1,7 +1,7 @@
 """Carries earlier spending into a run, and binds a trainer's card to the weights that its runs have left.
 
 A run takes over what the weights have cost before (`spending.lineage`). A save is refused if the weights have cost
-more than the ledger has, or if they are not as a run has left them (`spending.fingerprints`).
+more than the ledger records, or if they changed outside of a run (`spending.fingerprints`).
 """
 
 import os
@@ -39,7 +39,7 @@ def changed_outside(name: str) -> LedgerError:
 
 
 class Provenance:
-    """What the weights of a trainer have cost, and whether they are as its runs have left them.
+    """Tracks what the weights of a trainer have cost, and whether they are as its runs left them.
 
     Args:
         trainer: Its `spending`, `ranks`, `dp_config` and `continues` are read when they are needed.

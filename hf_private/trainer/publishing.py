@@ -1,4 +1,4 @@
-"""What leaves the machine: a card with every saved model, and uploads of exactly what may be published.
+"""Saves a card with every model, and uploads exactly the files that may be published.
 
 Trainer uploads the whole output folder, logs and pickled arguments included. Here the release guard decides, at the
 end of training (`push_to_hub`) and during it (`hub_strategy="every_save"`). A card is written only for weights whose
@@ -213,7 +213,9 @@ class PublishingMixin(TrainerBase):
         if not self.is_world_process_zero() or args.hub_strategy == "end" or (busy and not args.hub_always_push):
             return
         if not weight_hashes(checkpoint_folder):
-            logger.warning(f"{checkpoint_folder} is in shards, which nobody could load: it is not pushed.")
+            logger.warning(
+                f"{checkpoint_folder} holds shards, which `from_pretrained` cannot load, so it is not pushed."
+            )
             return
         assert self.hub_model_id is not None, "Trainer sets it before training if it pushes"
         self.callback_handler.on_push_begin(args, self.state, self.control)

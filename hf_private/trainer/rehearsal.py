@@ -32,11 +32,13 @@ class MadeUpRecords(Sequence):
         dataset: The dataset whose schema they have. Only a few of its records are read, and their content is not kept.
         model: The model whose vocabulary and classes they are drawn from.
         size: Number of records; that of the dataset by default.
+        first: Seed of the first record. Other seeds give other records, for evaluation.
     """
 
-    def __init__(self, dataset: Any, model: torch.nn.Module, size: int | None = None) -> None:
+    def __init__(self, dataset: Any, model: torch.nn.Module, size: int | None = None, first: int = 0) -> None:
         self._make = schema_of(sample(dataset), ranges_of(model))
         self._size = len(dataset) if size is None else size
+        self._first = first
 
     def __len__(self) -> int:
         return self._size
@@ -44,7 +46,7 @@ class MadeUpRecords(Sequence):
     def __getitem__(self, index: Any) -> Any:
         if not 0 <= index < self._size:
             raise IndexError(index)
-        generator = torch.Generator().manual_seed(int(index))
+        generator = torch.Generator().manual_seed(self._first + int(index))
         length = int(torch.randint(*LENGTHS, (1,), generator=generator))
         return self._make(length, generator)
 
@@ -83,7 +85,9 @@ def _twin(trainer: "PrivateMixin", folder: str, steps: int) -> "PrivateMixin":
     config.expected_batch_size = trainer.expected_batch_size
     try:
         train_dataset = MadeUpRecords(trainer.train_dataset, model)
-        held_out = None if trainer.eval_dataset is None else _OtherRecords(trainer.train_dataset, model)
+        held_out = None
+        if trainer.eval_dataset is not None:
+            held_out = MadeUpRecords(trainer.train_dataset, model, EVALUATED, first=2**40)
     except UnknownSchemaError as error:
         raise ValueError(
             f"`train_dataset` cannot be made up: {error}. Rehearse with records of simple types."
@@ -102,16 +106,3 @@ def _twin(trainer: "PrivateMixin", folder: str, steps: int) -> "PrivateMixin":
         anchor_dataset=trainer.anchor_dataset,
         public_examples=trainer.public_examples,
     )
-
-
-class _OtherRecords(MadeUpRecords):
-    """Made-up records that are not among the first ones, for evaluation."""
-
-    def __init__(self, dataset: Any, model: torch.nn.Module) -> None:
-        super().__init__(dataset, model, EVALUATED)
-
-    def __getitem__(self, index: Any) -> Any:
-        if not 0 <= index < self._size:
-            raise IndexError(index)
-        generator = torch.Generator().manual_seed(2**40 + int(index))
-        return self._make(LENGTHS[1], generator)

@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from, and whether it may."""
+"""Finds the checkpoint that a run resumes from, and checks that it may."""
 
 import json
 from pathlib import Path

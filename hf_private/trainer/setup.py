@@ -1,4 +1,4 @@
-"""What one `train()` needs: secret keys, and the mechanism for its steps, with the ledger open."""
+"""Builds the mechanism of one `train()`: secret keys, self-check, open ledger."""
 
 from typing import TYPE_CHECKING, NamedTuple
 

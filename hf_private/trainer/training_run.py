@@ -148,13 +148,13 @@ class TrainingMixin(PublishingMixin, LoadingMixin):
 
     @property
     def objective_name(self) -> str | None:
-        """What the card says of the objective; None if it is that of the model's head."""
+        """Name of the objective on the card; None for that of the model's head."""
         return None
 
     def create_loss(self, model: nn.Module) -> Loss:
         """fn(model, batch) -> (B,), the loss of each record: that of the model's head, or `per_sample_loss`.
 
-        Guarantee: The self-check at the start of `train()` runs on it, whatever a subclass returns.
+        Guarantee: The self-check at the start of `train()` runs on the loss that a subclass returns, too.
         """
         loss = PerSampleLoss(model, self.per_sample_loss, self.args.label_smoothing_factor, self.args.label_names)
         return loss if self.rows_per_record == 1 else RowsLoss(loss, self.rows_per_record)

@@ -351,7 +351,7 @@ def test_a_report_names_the_unit_of_a_column() -> None:
     given["dataset"] |= {"num_units": 5000, "num_records": None}
     report = report_on(build_statement(given, {}))
     assert "per `patient`" in report.headline and "person" not in to_markdown(report)
-    assert "column \\`patient\\`, of which there are 5,000" in to_markdown(report)
+    assert "5,000 values of the column \\`patient\\`" in to_markdown(report)
     loss = to_registry(report)["deployment"]["privacy_loss"]
     assert loss["privacy_unit"] == "Unit-level (patient)" and loss["number_of_privacy_units"] == 5000
 

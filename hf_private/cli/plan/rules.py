@@ -60,7 +60,7 @@ def learning_rate(kind: str, noise: float) -> float:
 
 
 def in_words(useful: float) -> str:
-    """What our tables had at such a usefulness."""
+    """Value of our tables at such a usefulness."""
     if useful >= 0.6:
         return "good: in our tables 2 to 6 points of accuracy below training without privacy"
     if useful >= 0.2:

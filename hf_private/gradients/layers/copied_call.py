@@ -58,7 +58,7 @@ def with_copies(func: Callable, args: tuple, kwargs: dict, factor: bool = False)
 
 
 class CopiedCall:
-    """A function and its arguments, of which `shared` have a copy for each record."""
+    """A function and its arguments; those in `shared` have a copy for each record."""
 
     def __init__(
         self, func: Callable, spec: Any, leaves: list[Any], shared: list[Shared], in_place: bool, factor: bool

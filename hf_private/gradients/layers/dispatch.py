@@ -1,4 +1,4 @@
-"""Where a torch function goes of which an argument is a parameter, or made of parameters alone."""
+"""Dispatch of torch functions that take a parameter, or a value computed from parameters alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DETACHES: set[Any] = {getattr(Tensor, "data").__get__, Tensor.detach, torch.deta
 
 
 def dispatch(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Call a torch function of which an argument is a parameter, or made from parameters alone."""
+    """Call a torch function that takes a parameter, or a value computed from parameters alone."""
     if func in METADATA:
         return plainly(func, args, kwargs)
     found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, (Tapped, Shared))]

@@ -23,7 +23,7 @@ SCALES = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
 
 
 class LowRank(Shared):
-    """`base + scale * lhs @ rhs`, of which `copies` are made when they are needed."""
+    """`base + scale * lhs @ rhs`; `copies` are made when they are needed."""
 
     base: Tensor | None
     lhs: Shared

@@ -56,7 +56,7 @@ class Route:
 
 
 class Routed(Tensor):
-    """Rows (R, ...) of which `route` tells the records."""
+    """Rows (R, ...) whose records are in `route`."""
 
     route: Route
 

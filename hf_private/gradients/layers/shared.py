@@ -24,7 +24,7 @@ from .tapped import Tapped, plainly
 
 
 class Shared(Tensor):
-    """A value that all records share, of which each has its own copy."""
+    """A value that all records share, with a copy for each record."""
 
     copies: Tensor  # (N, *shape)
     tap: Tap  # of the parameter that it was made from

@@ -24,7 +24,7 @@ class Book(Protocol):
     graph_root: Tensor
     leading: int
     expanded: set[str]  # paths of embeddings whose positions (1, T) became (N, T)
-    copied: set[str]  # weights of which each record got its own copy
+    copied: set[str]  # weights that have a copy for each record
     sharded: bool
     rows_per_record: int
     attribution: Attribution

@@ -90,7 +90,7 @@ class DPDPOTrainer(PairMixin, DPOTrainer):
 
     @property
     def objective_name(self) -> str:
-        """What the card says of the loss."""
+        """Name of the loss on the card."""
         weights = self.args.loss_weights or [1.0] * len(self.args.loss_type)
         terms = [f"{name} (weight {weight:g})" for name, weight in zip(self.args.loss_type, weights, strict=True)]
         named = self.args.loss_type[0] if terms == [f"{self.args.loss_type[0]} (weight 1)"] else ", ".join(terms)

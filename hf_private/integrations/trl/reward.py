@@ -43,7 +43,7 @@ class DPRewardTrainer(PairMixin, RewardTrainer):
 
     @property
     def objective_name(self) -> str:
-        """What the card says of the loss."""
+        """Name of the loss on the card."""
         return "reward model (Bradley-Terry); a record is a pair of answers"
 
     def create_loss(self, model: nn.Module) -> Loss:

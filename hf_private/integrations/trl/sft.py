@@ -69,7 +69,7 @@ class DPSFTTrainer(PrivateMixin, SFTTrainer):
 
     @property
     def objective_name(self) -> str:
-        """What the card says of the loss."""
+        """Name of the loss on the card."""
         kind = "dynamic fine-tuning (DFT)" if self.args.loss_type == "dft" else "supervised fine-tuning"
         return f"{kind}, mean over each record's target tokens"
 

@@ -1,6 +1,6 @@
 """Files of a run with carriers: W_0 beside the ledger, and in each checkpoint the carriers that are in use.
 
-All of it is public: it follows from released weights and gradients. It stays local because nobody needs it.
+All of it is public: it follows from released weights and gradients. It stays local because the model does not need it.
 """
 
 import os

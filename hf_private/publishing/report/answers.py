@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from hf_private.publishing.section import phases_text, upper_bounds
 from hf_private.spending.admissions import ADMISSIONS, admitted
 
 TO_FILL_IN = "Not in the statement: fill in."
@@ -73,10 +74,7 @@ def number_of_units(statement: dict[str, Any]) -> int | None:
 
 def _parameters(statement: dict[str, Any]) -> str:
     guarantee, tuning, n = statement["guarantee"], statement["tuning"], number_of_units(statement)
-    bounds = ", ".join(
-        f"{name.upper()} {bound['upper'] if isinstance(bound['upper'], str) else format(bound['upper'], '.4f')}"
-        for name, bound in sorted(guarantee["accountants"].items())
-    )
+    bounds = upper_bounds(guarantee["accountants"])
     small = ""
     if n:
         small = f" Delta is {'below' if guarantee['delta'] < 1 / n else 'NOT below'} 1 / n = {1 / n:.2g}."
@@ -97,8 +95,8 @@ def _unit(statement: dict[str, Any]) -> str:
     if unit.get("column"):
         counted = unit["sampling"]
         who = (
-            f"One value of the column `{unit['column']}`, of which there are {unit['num_units']:,}, with all its"
-            f" records; at most {k} of them count in a step. People with several values are protected less."
+            f"One of the {unit['num_units']:,} values of the column `{unit['column']}`, with all its records; at most"
+            f" {k} of them count in a step. People with several values are protected less."
         )
     elif k > 1:
         who = f"One person with up to {k} records. A person with more records is protected less."
@@ -109,13 +107,8 @@ def _unit(statement: dict[str, Any]) -> str:
 
 def _algorithm(statement: dict[str, Any]) -> str:
     mechanism, accounting = statement["mechanism"], statement["accounting"]
-    phases = "; ".join(
-        f"{phase['steps']} steps with noise multiplier {phase['noise_multiplier']:.6g} at sample rate"
-        f" {phase['sample_rate']:.6g}"
-        for phase in mechanism["phases"]
-    )
     return (
-        f"{mechanism['method']}: {phases or 'no steps'}. Clipping {mechanism['clipping']}, norm"
+        f"{mechanism['method']}: {phases_text(mechanism['phases'])}. Clipping {mechanism['clipping']}, norm"
         f" {mechanism['clip_norm']}. Sampling {', '.join(statement['sampling']['declared']) or 'none'}. Optimizer"
         f" {mechanism['optimizer']}. Accounting: {accounting['library']}"
         f"{'; ' + accounting['note'] if accounting['note'] else ''}."

@@ -1,4 +1,4 @@
-"""What a report says, as plain data: a function of the statement, of what `verify` found, and of nothing else."""
+"""Content of a report as plain data: a pure function of the statement and the findings of `verify`."""
 
 import hashlib
 import math
@@ -22,7 +22,7 @@ NOT_PRIVATE, CLAIM_WRONG, PRIVATE = "not private", "wrong", "private"
 
 @dataclass(frozen=True)
 class Section:
-    """One part of a report. All texts are plain: whoever renders them escapes them."""
+    """One part of a report. All texts are plain; the renderers escape them."""
 
     title: str
     paragraphs: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Joint:
-    """What several releases on the same records cost together; `releases` are (name, epsilon, delta, steps)."""
+    """Joint cost of several releases on the same records; `releases` are (name, epsilon, delta, steps)."""
 
     releases: tuple[tuple[str, str, str, str], ...]
     epsilon: float
