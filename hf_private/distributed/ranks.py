@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hf_private.gradients.tensors import BITS, local
 from hf_private.randomness import Key
 
 T = TypeVar("T")
 
 BUCKET = 1 << 24  # elements that travel together: 64 MB of float32
 CHECK_EVERY = 100  # steps between two comparisons of the ranks' weights
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class RankError(RuntimeError):
@@ -170,7 +170,7 @@ class Ranks:
                 together.setdefault(group, []).append(name)
         differing: list[str] = []
         for group, names in together.items():
-            own = torch.stack([fingerprint(_local(parameters[name])) for name in names]).to(self.device)
+            own = torch.stack([fingerprint(local(parameters[name])) for name in names]).to(self.device)
             least, most = own.clone(), own.clone()
             dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
             dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
@@ -189,10 +189,6 @@ def _holders(p: Tensor) -> list[dist.ProcessGroup | None]:
     if not isinstance(p, DTensor):
         return [None]
     return [p.device_mesh.get_group(axis) for axis, placement in enumerate(p.placements) if placement.is_replicate()]
-
-
-def _local(p: Tensor) -> Tensor:
-    return p.to_local() if isinstance(p, DTensor) else p
 
 
 def _buckets(blocks: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -215,6 +211,6 @@ def fingerprint(x: Tensor) -> Tensor:
     """Two int64 numbers (2,) that change with nearly any change of `x`: the sums of its bits and of their squares."""
     total = torch.zeros(2, dtype=torch.int64, device=x.device)
     for piece in x.detach().contiguous().view(-1).split(BUCKET):
-        bits = piece.view(_BITS[piece.element_size()]).to(torch.int64)
+        bits = piece.view(BITS[piece.element_size()]).to(torch.int64)
         total += torch.stack([bits.sum(), (bits * bits).sum()])
     return total

@@ -21,7 +21,7 @@ from .comparison import SAME_LOSS, Batch, Comparison, Loss, Run, SelfCheckError
 from .layers.routed import is_adapted
 from .layers.tap import FREEZE, REMEDY
 from .persample import Dense, widen
-from .tensors import is_quantised, unsharded
+from .tensors import is_quantised, local, unsharded
 from .ties import Choices
 from .undisturbed import seed_all, tolerance, undisturbed, wide
 
@@ -107,11 +107,10 @@ def _check_weights(model: nn.Module) -> None:
     """Weights that are not finite make every comparison fail, and every record's gradient is removed."""
     bad = []
     for name, p in model.named_parameters():
-        local = p.detach()
-        local = local.to_local() if isinstance(local, DTensor) else local
-        if is_quantised(local):
+        own = local(p.detach())
+        if is_quantised(own):
             continue
-        if local.is_floating_point() and local.numel() and not torch.isfinite(torch.stack(torch.aminmax(local))).all():
+        if own.is_floating_point() and own.numel() and not torch.isfinite(torch.stack(torch.aminmax(own))).all():
             bad.append(name)
     if any(isinstance(p, DTensor) for p in model.parameters()):  # each rank sees its shards
         found = [[] for _ in range(dist.get_world_size())]

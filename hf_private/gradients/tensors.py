@@ -1,4 +1,4 @@
-"""Norms and sums in full precision, whatever the settings of the process, and helpers for dtypes and shards.
+"""Norms and sums in full precision under all settings of torch, and helpers for dtypes and shards.
 
 A ghost norm cancels: it is the small difference of large products. With operands rounded to ten bits (TF32) or eight
 (bfloat16) it can be far below the true norm, and a record would weigh more than the clip norm. The forward and
@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # Where torch may round float32 operands of matrix products. Convolutions only compute activations and their gradients.
 PRODUCTS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # pyrefly: ignore[missing-attribute]  # stubs
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer types by bytes of an element
 
 
 @contextmanager
@@ -60,6 +62,11 @@ def parts(x: Tensor) -> list[Tensor]:
         return [x]
     names, _ = x.__tensor_flatten__()  # pyrefly: ignore[missing-attribute]  torch's protocol of tensor subclasses
     return [part for name in names for part in parts(getattr(x, name))]
+
+
+def local(x: Tensor) -> Tensor:
+    """The tensor, or under FSDP2 this rank's shard of it."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def unsharded(weight: Tensor) -> Tensor:

@@ -22,9 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hf_private.gradients.tensors import parts
-
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+from hf_private.gradients.tensors import BITS, local, parts
 
 
 @torch.no_grad()
@@ -35,9 +33,9 @@ def fingerprint(x: Tensor) -> bytes:
     >>> fingerprint(x) == fingerprint(x.clone()), fingerprint(x) == fingerprint(x.half())
     (True, False)
     """
-    local = x.to_local() if isinstance(x, DTensor) else x
-    digest = hashlib.blake2b(f"{local.dtype}{tuple(x.shape)}".encode(), digest_size=16)
-    for part in parts(local.detach()):
+    own = local(x)
+    digest = hashlib.blake2b(f"{own.dtype}{tuple(x.shape)}".encode(), digest_size=16)
+    for part in parts(own.detach()):
         digest.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
+from hf_private.gradients.tensors import local
 from hf_private.tasks.heads import base_model
 
 from .costs import UNKNOWN, Past, Statement, all_costs, events_of, unknown_cost
@@ -143,7 +143,7 @@ def _check_adapters(model: nn.Module) -> tuple[str, ...]:
             continue
         starts = {"LORA": getattr(config, "init_lora_weights", 0), "IA3": getattr(config, "init_ia3_weights", 0)}
         fresh = next((value for pattern, value in FRESH if pattern.search(name)), None)
-        values = p.to_local() if isinstance(p, DTensor) else p
+        values = local(p)
         if starts.get(config.peft_type) not in (True, "gaussian"):
             unchecked = ("adapter_unchecked",)
         elif fresh is not None and not values.is_meta and bool((values != fresh).any()):

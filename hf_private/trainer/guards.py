@@ -5,13 +5,13 @@ from typing import Any
 
 from datasets.fingerprint import Hasher
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainingArguments, set_seed
 from transformers.utils import logging
 
 from hf_private.distributed.ranks import Ranks
 from hf_private.gradients.bookkeeper import trainable
+from hf_private.gradients.tensors import local
 
 from .fingerprints import TrainingRecords
 
@@ -189,7 +189,7 @@ def check_parameters(model: nn.Module, engine: Mapping[str, nn.Parameter]) -> No
 def check_gradients(model: nn.Module, noised: bool) -> None:
     """Every trainable parameter must have a finite gradient and, if it is `noised`, one that is not all zero."""
     for name, p in trainable(model).items():
-        grad = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad  # this rank's rows, maybe none
+        grad = None if p.grad is None else local(p.grad)  # this rank's rows, maybe none
         got = None
         if grad is None:
             got = "none"

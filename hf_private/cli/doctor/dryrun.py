@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hf_private.gradients.bookkeeper import BookKeeper, trainable
 from hf_private.gradients.method import Method
 from hf_private.gradients.persample import Grams, PerSample
+from hf_private.gradients.tensors import accumulation_dtype
 
 
 class PeakMemory(TorchDispatchMode):
@@ -87,7 +88,7 @@ def plain_step(model: nn.Module, loss: Callable[[], Tensor]) -> None:
 def private_step(model: nn.Module, loss: Callable[[], Tensor], method: Method) -> None:
     """A micro-batch of a private step, not the first: backward pass, norms, clipped sums that add up."""
     first = next(iter(trainable(model).values()))
-    dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(first)
     sums = {block: torch.zeros(shape, dtype=dtype, device=first.device) for block, shape in method.blocks.items()}
     with BookKeeper(model, method) as book:
         losses = loss()
