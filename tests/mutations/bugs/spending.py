@@ -163,12 +163,7 @@ MUTANTS = (
     Mutant(
         "the mark of a part is hidden by the config of the whole",
         "spending/lineage.py",
-        (
-            (
-                "groups.setdefault((*_name_and_commit(config), hasattr(config, MARK)), ",
-                "groups.setdefault(_name_and_commit(config), ",
-            ),
-        ),
+        (("origin = (*_name_and_commit(config), hasattr(config, MARK))", "origin = _name_and_commit(config)"),),
         "tests/spending/test_bound_to_weights.py::test_a_changed_copy_of_a_part_is_refused",
     ),
     Mutant(
