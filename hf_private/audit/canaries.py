@@ -32,7 +32,7 @@ from hf_private.tasks.losses import LABEL_NAMES, PerSampleLoss
 from hf_private.tasks.micro_batches import LogicalBatch, LogicalCollator
 from hf_private.trainer.trainer import DPTrainer
 
-from .statistics import CONFIDENCE, OneRun, guess_coins
+from .statistics import OneRun, guess_coins
 
 COLUMN = "canary"  # of a record: its canary number from 1 on, 0 if it is no canary, SILENT if it is left out
 SILENT = -1
@@ -217,8 +217,6 @@ def audit_run(
     make_trainer: MakeTrainer,
     output_dir: str,
     canaries: int = 1000,
-    guesses: int | None = None,
-    confidence: float = CONFIDENCE,
     trainer_class: type[CanaryTrainer] = CanaryTrainer,
 ) -> CanaryReport:
     """Train once with canaries, guess their coins, and compare the lower bound of epsilon with the run's own claim.
@@ -237,7 +235,7 @@ def audit_run(
     trainer.check_canaries()
     trainer.train()
     spent = trainer.privacy_spent()
-    found = guess_coins(trainer.scores, coins, spent.delta, guesses, confidence)
+    found = guess_coins(trainer.scores, coins, spent.delta)
     return CanaryReport(found, spent.epsilon, trainer.state.global_step, trainer.scores, coins)
 
 

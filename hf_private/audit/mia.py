@@ -22,6 +22,8 @@ HEADS = (Head.CLASSIFICATION, Head.CAUSAL_LM)
 TEXT = ("text", "sentence", "sentence1")  # accepted column names
 PAIR = ("text_pair", "sentence2")
 LABEL = ("label", "labels")
+BATCH = 32  # records evaluated at a time
+LONGEST = 512  # tokens of a record; longer ones are cut
 
 
 class Record(NamedTuple):
@@ -103,9 +105,7 @@ def load(folder: str | Path) -> tuple[nn.Module, Any]:
 
 
 @torch.no_grad()
-def record_losses(
-    model: nn.Module, tokenizer: Any, records: Sequence[Record], batch_size: int = 32, max_length: int | None = None
-) -> np.ndarray:
+def record_losses(model: nn.Module, tokenizer: Any, records: Sequence[Record]) -> np.ndarray:
     """The model's loss on each record (n,), in eval mode; a language model's loss is the mean over the tokens."""
     model.eval()
     tokenizer.padding_side = "right"
@@ -118,9 +118,9 @@ def record_losses(
     loss = PerSampleLoss(model)
     losses = np.empty(len(records))
     order = sorted(range(len(records)), key=lambda n: -len(records[n].text))  # similar lengths need little padding
-    for start in range(0, len(order), batch_size):
-        part = order[start : start + batch_size]
-        batch = _encode(model, tokenizer, [records[n] for n in part], max_length)
+    for start in range(0, len(order), BATCH):
+        part = order[start : start + BATCH]
+        batch = _encode(model, tokenizer, [records[n] for n in part])
         losses[part] = loss(model, {name: x.to(device) for name, x in batch.items()}).double().cpu().numpy()
     return losses
 
@@ -131,14 +131,12 @@ def _config(model: nn.Module) -> transformers.PretrainedConfig:
     return base.config
 
 
-def _encode(model: nn.Module, tokenizer: Any, records: list[Record], max_length: int | None) -> dict[str, Tensor]:
+def _encode(model: nn.Module, tokenizer: Any, records: list[Record]) -> dict[str, Tensor]:
     texts = [record.text for record in records]
     pairs = [record.pair for record in records] if records[0].pair is not None else None
-    limits = [max_length or 512, tokenizer.model_max_length]
-    positions = getattr(_config(model), "max_position_embeddings", None)
-    if positions:
-        limits.append(positions)
-    tokens = dict(tokenizer(texts, pairs, truncation=True, max_length=min(limits), padding=True, return_tensors="pt"))
+    positions = getattr(_config(model), "max_position_embeddings", None) or LONGEST
+    longest = min(LONGEST, tokenizer.model_max_length, positions)
+    tokens = dict(tokenizer(texts, pairs, truncation=True, max_length=longest, padding=True, return_tensors="pt"))
     if head_of(model) is Head.CAUSAL_LM:
         return {**tokens, "labels": tokens["input_ids"].masked_fill(tokens["attention_mask"] == 0, IGNORE_INDEX)}
     return {**tokens, "labels": torch.stack([_label(model, record) for record in records])}

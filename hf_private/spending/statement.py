@@ -42,8 +42,8 @@ def schema() -> dict[str, Any]:
     return json.loads(files("hf_private.spending").joinpath("privacy_schema.json").read_text())
 
 
-def round_up(value: float, digits: int = 3) -> float:
-    """Round up to two decimals, or to `digits` significant digits where those are finer: a claim is never too small.
+def round_up(value: float) -> float:
+    """Round up to two decimals, or to three significant digits where those are finer: a claim is never too small.
 
     >>> round_up(3.2999973), round_up(8.001), round_up(0.012341), round_up(2.0)
     (3.3, 8.01, 0.0124, 2.0)
@@ -51,7 +51,7 @@ def round_up(value: float, digits: int = 3) -> float:
     if not math.isfinite(value) or value == 0:
         return value
     exact = Decimal(repr(float(value)))
-    last = min(-2, exact.adjusted() - digits + 1)
+    last = min(-2, exact.adjusted() - 2)
     return float(exact.quantize(Decimal(1).scaleb(last), rounding=ROUND_CEILING))
 
 
