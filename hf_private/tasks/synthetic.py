@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from hf_private._validate import integer_at_least
 
+from .head_losses import SINGLE_LABEL, problem_type
 from .heads import IGNORE_INDEX, Head, base_model, head_of
 from .limits import positions_of, vocabulary_of
-from .losses import SINGLE_LABEL, problem_type, takes
+from .losses import takes
 
 CHOICES = 3
 TOKEN_HEADS = (Head.CAUSAL_LM, Head.MASKED_LM, Head.SEQ2SEQ_LM, Head.TOKEN_CLASSIFICATION)

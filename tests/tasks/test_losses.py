@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.trainer_pt_utils import LabelSmoother
 
+from hf_private.tasks.head_losses import token_loss
 from hf_private.tasks.heads import IGNORE_INDEX, Head, base_model, head_of
-from hf_private.tasks.losses import PerSampleLoss, token_loss
+from hf_private.tasks.losses import PerSampleLoss
 from hf_private.tasks.synthetic import TOKEN_HEADS, widen
 from tests.support import oracle
 from tests.support.zoo import LENGTH, MODELS, SIZE, VOCABULARY, config, from_config, make, make_batch, with_head

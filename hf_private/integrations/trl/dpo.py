@@ -14,9 +14,9 @@ from hf_private.gradients.selfcheck import Loss
 from hf_private.spending.costs import cost_of, unknown_cost
 from hf_private.spending.lineage import past_of
 from hf_private.spending.registry import recognise
+from hf_private.tasks.head_losses import shifted, token_losses
 from hf_private.tasks.heads import IGNORE_INDEX, Head, base_model
 from hf_private.tasks.independence import refuse_batch
-from hf_private.tasks.losses import shifted, token_losses
 from hf_private.trainer.refusals import Refusal
 
 from .objectives import BATCH_LOSSES, OBJECTIVES, Pairs

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from trl import SFTConfig, SFTTrainer
 
 from hf_private.gradients.selfcheck import Loss
+from hf_private.tasks.head_losses import shifted, token_losses
 from hf_private.tasks.heads import IGNORE_INDEX
-from hf_private.tasks.losses import shifted, token_losses
 from hf_private.trainer.private_mixin import PrivateMixin
 
 from .preparation import unquoted

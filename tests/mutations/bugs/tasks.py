@@ -17,13 +17,13 @@ MUTANTS = (
     ),
     Mutant(
         "loss averaged over the padded length, which the longest neighbour decides",
-        "tasks/losses.py",
+        "tasks/head_losses.py",
         (("/ (labels != IGNORE_INDEX).sum(-1).clamp(min=1)", "/ labels.shape[-1]"),),
         "tests/tasks/test_losses.py::test_padding_changes_nothing[gpt2]",
     ),
     Mutant(
         "loss averaged over all tokens of the batch, as Transformers does",
-        "tasks/losses.py",
+        "tasks/head_losses.py",
         (("/ (labels != IGNORE_INDEX).sum(-1).clamp(min=1)", "/ (labels != IGNORE_INDEX).sum().clamp(min=1)"),),
         "tests/tasks/test_losses.py::test_replacing_a_record_changes_no_other_loss[gpt2]",
     ),
