@@ -43,6 +43,7 @@ SPECIAL = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0,
     "image_token_id": 3, "image_token_index": 3, "video_token_id": 4, "audio_token_id": 5, "audio_token_index": 5,
     "vision_start_token_id": 6, "image_start_token_id": 6, "vision_end_token_id": 7, "image_end_token_id": 7,
+    "audio_start_token_id": 8, "audio_end_token_id": 9,
 }  # fmt: skip
 FIRST_WORD = 10  # ids below are special
 
@@ -63,7 +64,10 @@ SIZES: tuple[tuple[str, int | None], ...] = (
     (r".*experts", 4),
     (r"(.*_)?(num_.*layers|n_layers?|.*_layers|depth|num_blocks|num_hidden_groups)", 2),
     (r".*(intermediate_size|ffn_dim|ffn_hidden_size|d_ff|dim_ff|dff|d_inner|mlp_dim|ffn_size)", 64),
-    (r"(.*_)?(hidden_size|d_model|n_embd|emb_dim|embedding_size|dim|hidden_dim|embed_dim|embedding_dim|width)", 32),
+    (
+        r"(.*_)?(hidden_size|hidden_size_global|d_model|n_embd|emb_dim|embedding_size|dim|hidden_dim|embed_dim|embedding_dim|width)",
+        32,
+    ),
     (r".*state_size|.*d_state", 8),
     (r".*chunk_size", 4),
     (r".*(sliding_window|window_size|local_attention|block_size)", 4),
@@ -142,6 +146,17 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "speecht5": {"num_mel_bins": 20},
     "perceiver": {"num_latents": 8, "d_latents": 32, "d_model": 32, "num_self_attends_per_block": 2},
     "moonshine": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
+    "blt": {"encoder_hash_byte_group_vocab": 50},
+    "chameleon": {
+        "vocabulary_map": {"<image>": 3} | {f"IMGIMG{chr(65 + n)}Z": 20 + n for n in range(8)},
+        "vq_config.num_embeddings": 8,
+        "vq_config.base_channels": 32,
+        "vq_config.resolution": 32,
+    },
+    "granite4_vision": {"deepstack_layer_map": [[0, 0], [1, 1]], "spatial_target_layers": [0, 1, 0, 1]},
+    "muse_spark": {"vision_config.num_hidden_layers": 4},
+    "musicgen": {"decoder.num_codebooks": 1},
+    "musicgen_melody": {"decoder.num_codebooks": 1},
     "molmo2_adapter": {"vision_feature_layer": [1, 0]},
 }
 
@@ -204,10 +219,10 @@ def tiny_model(model_type: str, head: str, seed: int = 0) -> nn.Module:
     found = MAPPINGS[head][type(config)]
     cls = found[0] if isinstance(found, tuple) else found
     if not isinstance(config, cls.config_class):  # the language model inside a multimodal one
-        config = config.get_text_config()
+        config = config.get_text_config(decoder=True)
     for name, value in {"num_labels": 3, "is_decoder": head == "causal-lm"}.items():
         setattr(config, name, value)
-    for part in (config, config.get_text_config()):
+    for part in (config, config.get_text_config(decoder=True)):
         part.use_cache = False
     if config.is_encoder_decoder:
         config.decoder_start_token_id = SPECIAL["decoder_start_token_id"]

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 import transformers
 from architectures import HEADS, MAPPINGS, tiny_model
-from family_inputs import inputs_of
+from family_inputs import inputs_of, own
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
 from hf_private.gradients.bookkeeper import BookKeeper, trainable
-from hf_private.gradients.layers import UncoveredError
+from hf_private.gradients.layers import PART, UncoveredError
 from hf_private.gradients.selfcheck import SelfCheckError, self_check
 from hf_private.tasks.losses import PerSampleLoss
 from hf_private.tasks.synthetic import synthetic_batch
@@ -75,25 +75,26 @@ def with_lora(model: nn.Module) -> nn.Module:
     return adapted
 
 
-def loop(model: nn.Module, batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+def loop(model: nn.Module, batch: dict[str, Tensor], records: int) -> list[dict[str, Tensor]]:
     """The gradient of each record by itself, by parameter."""
     found = []
-    for n in range(len(next(iter(batch.values())))):
+    for n in range(records):
         model.zero_grad(set_to_none=True)
-        loss_of(model, {key: x[n : n + 1] for key, x in batch.items()}).sum().backward()
+        loss_of(model, {key: own(x, records, n) for key, x in batch.items()}).sum().backward()
         found.append({name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trainable(model).items()})
     model.zero_grad(set_to_none=True)
     return found
 
 
-def compare(model: nn.Module, batch: dict[str, Tensor]) -> tuple[float, set[str]]:
-    """The largest relative difference of norms and weighted sums, and what the fallback covered."""
-    wanted = loop(model, batch)
+def compare(model: nn.Module, batch: dict[str, Tensor], records: int) -> tuple[float, set[str], set[str]]:
+    """The largest relative difference of norms and weighted sums, and which weights were copied per record: small
+    ones, and those that are multiplied with activations."""
+    wanted = loop(model, batch, records)
     weights = torch.rand(len(wanted), dtype=next(model.parameters()).dtype) + 0.5
     with BookKeeper(model) as book:
         book.backward(loss_of(model, batch))
         norms, sums = book.norms(), book.weighted_sum(weights)
-        copied = set(getattr(book, "copied", ()))
+        copied, formed = ({name.partition(PART)[0] for name in names} for names in (book.copied, book.formed))
     expected = torch.stack([torch.cat([g.flatten() for g in one.values()]).norm() for one in wanted])
     if not bool(torch.isfinite(expected).all()):
         raise FloatingPointError("the gradients are not finite")
@@ -104,7 +105,7 @@ def compare(model: nn.Module, batch: dict[str, Tensor]) -> tuple[float, set[str]
     for name, g in total.items():
         differences.append((sums.get(name, torch.zeros_like(g)) - g).norm() / (g.norm() + 1e-3 * scale + 1e-12))
     worst = float(torch.stack(differences).max())  # NaN, if there is one
-    return worst if worst == worst else float("inf"), copied
+    return worst if worst == worst else float("inf"), copied, formed
 
 
 def _check_loop(
@@ -112,8 +113,8 @@ def _check_loop(
 ) -> None:
     """Raise if autograd finds another gradient for the whole batch, though the losses are the same: the loop cannot
     judge then. torch's own gradient of CvT's convolutions is wrong for one record in float64."""
-    own = {key: x[:1] for key, x in batch.items()}
     losses = loss_of(model, batch)
+    alone = {key: own(x, len(losses), 0) for key, x in batch.items()}
     parameters = trainable(model)
     found = torch.autograd.grad((weights * losses).sum(), list(parameters.values()), allow_unused=True)
     distance = torch.stack(
@@ -123,7 +124,7 @@ def _check_loop(
         ]
     )
     with torch.no_grad():
-        same = torch.allclose(loss_of(model, own)[0], losses[0], rtol=1e-9)
+        same = torch.allclose(loss_of(model, alone)[0], losses[0], rtol=1e-9)
     if same and bool((distance > (EXACT if scale.dtype == torch.float64 else EXACT_SINGLE) * scale).any()):
         raise FloatingPointError("autograd of the batch is not the sum of autograd of its records")
 
@@ -183,11 +184,11 @@ def measure(model_type: str, head: str, method: str, check: bool) -> dict[str, A
     except Exception as error:  # whatever a model class raises for a config or inputs that it cannot take
         return row | {"status": "not built", "reason": f"{type(error).__name__}: {short(error)}"}
     single = next(model.parameters()).dtype == torch.float32
-    worst, copied = 0.0, set()
+    worst, copied, formed = 0.0, set(), set()
     try:
         for batch_size, length in SIZES:
-            difference, found = compare(model, inputs_of(model, head, batch_size, length))
-            worst, copied = max(worst, difference), copied | found
+            difference, small, large = compare(model, inputs_of(model, head, batch_size, length), batch_size)
+            worst, copied, formed = max(worst, difference), copied | small, formed | large
     except UncoveredError as error:
         return row | {"status": "refused", "reason": short(error)}
     except FloatingPointError as error:  # the loop is no judge
@@ -201,8 +202,10 @@ def measure(model_type: str, head: str, method: str, check: bool) -> dict[str, A
             return row | {"status": "not built", "reason": f"{type(error).__name__}: {short(error)}"}
         return row | {"status": "refused", "reason": f"{type(error).__name__}: {short(error)}", "crash": True}
     limit = EXACT_SINGLE if single else EXACT
-    status = "wrong" if worst > limit else "exact by fallback" if copied else "exact"
-    row |= {"status": status, "difference": worst, "copied": sorted(copied)[:5]} | ({"single": True} if single else {})
+    status = "wrong" if worst > limit else "exact by fallback" if formed else "exact"
+    row |= {"status": status, "difference": worst, "formed": sorted(formed)[:5], "copied": len(copied - formed)} | (
+        {"single": True} if single else {}
+    )
     if check and status != "wrong":
         row["self_check"] = checked(model.float(), head)
     return row

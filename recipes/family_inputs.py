@@ -23,6 +23,8 @@ def inputs_of(
     config, dtype = base.config, next(base.parameters()).dtype
     takes = inspect.signature(base.forward).parameters
     batch: dict[str, Tensor] = {}
+    if head == "image" and base.main_input_name == "input_ids":  # pixels are words, or come with words
+        head = "image-text" if "pixel_values" in takes else "causal-lm"
     if head == "image" or head == "image-text":
         batch |= images(base, batch_size, generator, dtype)
     if head in ("audio", "ctc", "speech"):
@@ -31,14 +33,23 @@ def inputs_of(
         batch["input_ids"] = ids(config, batch_size, length, generator)
         if "attention_mask" in takes:
             batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        if "qformer_input_ids" in takes:
+            batch["qformer_input_ids"] = ids(config.qformer_config, batch_size, length, generator)
         if head == "image-text":
             batch = with_image_tokens(base, batch)
         eos = getattr(config, "eos_token_id", None)
         if config.is_encoder_decoder and head == "classification" and isinstance(eos, int):
             batch["input_ids"][:, -1] = eos
+        if "bbox" in takes and head == "image-text":
+            batch["bbox"] = torch.rand(*batch["input_ids"].shape, 4, generator=generator).to(dtype)
     if "decoder_input_ids" in takes and head in ("seq2seq-lm", "speech", "image-text"):
         batch["decoder_input_ids"] = ids(config, batch_size, length, generator)
     return batch
+
+
+def own(x: Tensor, records: int, n: int) -> Tensor:
+    """The rows of record n: one, or several where all records' patches lie in one row."""
+    return x.unflatten(0, (records, -1))[n]
 
 
 def ids(config: Any, batch_size: int, length: int, generator: torch.Generator) -> Tensor:
@@ -57,44 +68,79 @@ def image_shape(config: Any) -> tuple[int, int, int]:
 
 
 def images(base: Any, batch_size: int, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
-    """One image for each record, in the form that the model's processor would give it."""
+    """One image for each record, in the form that the model's processor would give it.
+
+    Where the processor puts the patches of all images in one row, each record has as many of them.
+    """
     config = base.config
     inner = getattr(base, "model", base)
     features = getattr(inner, "get_image_features", None) or getattr(base, "get_image_features", None)
-    takes = inspect.signature(features or base.forward).parameters
-    shape = image_shape(config)
-    if "image_grid_thw" in takes:  # patches in a row
-        vision = getattr(config, "vision_config", None) or config.get_text_config()
-        patch, channels = getattr(vision, "patch_size", 8), getattr(vision, "in_channels", shape[0])
-        side = 2 * getattr(vision, "spatial_merge_size", 2)
+    takes = set(inspect.signature(base.forward).parameters) | set(
+        inspect.signature(features or base.forward).parameters
+    )
+    channels, height, width = shape = image_shape(config)
+    vision = getattr(config, "vision_config", None) or config.get_text_config()
+    patch = getattr(vision, "patch_size", 8)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(batch_size, *shape, generator=generator).to(dtype)
+
+    def each(*numbers: int) -> Tensor:
+        return torch.tensor([numbers]).expand(batch_size, len(numbers)).clone()
+
+    if "image_grid_thw" in takes:
+        channels, side = getattr(vision, "in_channels", channels), 2 * getattr(vision, "spatial_merge_size", 2)
         frames = getattr(vision, "temporal_patch_size", getattr(vision, "patch_temporal", 1))
-        shape = (channels * frames * patch**2,)
+        flat = random(side**2, channels * frames * patch**2).flatten(0, 1)
+        if any(isinstance(m, nn.Conv2d) for m in base.modules()) and not _flattens(base):
+            flat = flat.unflatten(-1, (channels, patch, patch))
+        return {"pixel_values": flat, "image_grid_thw": each(1, side, side)}
+    if "spatial_shapes" in takes:
         return {
-            "pixel_values": torch.randn(batch_size, side**2, *shape, generator=generator).to(dtype),
-            "image_grid_thw": torch.tensor([[1, side, side]]).expand(batch_size, 3).clone(),
+            "pixel_values": random(16, channels * patch**2),
+            "spatial_shapes": each(4, 4),
+            "pixel_attention_mask": torch.ones(batch_size, 16, dtype=torch.int64),
         }
-    sizes = {}
+    if "flattened_patches" in takes:
+        numbers = torch.arange(16)
+        places = torch.stack([numbers // 4, numbers % 4], -1).to(dtype).expand(batch_size, 16, 2)
+        return {"flattened_patches": torch.cat([places, random(16, vision.patch_embed_hidden_size)], -1)}
+    more: dict[str, Tensor] = {}
     if "image_sizes" in takes:
-        sizes["image_sizes"] = torch.tensor([shape[1:]]).expand(batch_size, 2).clone()
+        more["image_sizes"] = each(height, width)
         if hasattr(config, "image_grid_pinpoints"):  # the whole image, and its tiles
             shape = (3, *shape)
-            sizes["image_sizes"] = sizes["image_sizes"] * torch.tensor([1, 2])
-    elif type(base).__name__.startswith(("Idefics", "SmolVLM")):  # several images for each record
+            more["image_sizes"] = more["image_sizes"] * torch.tensor([1, 2])
+    elif type(base).__name__.startswith(("Idefics", "SmolVLM", "InstructBlipVideo")):  # several images for each record
         shape = (1, *shape)
-    return {"pixel_values": torch.randn(batch_size, *shape, generator=generator).to(dtype), **sizes}
+    elif type(base).__name__.startswith("Inkling"):
+        shape = (vision.temporal_patch_size, height, width, channels)
+    if "high_res_pixel_values" in takes:
+        more["high_res_pixel_values"] = random(*image_shape(config.high_res_vision_config))
+    return {"pixel_values": random(*shape), **more}
+
+
+def _flattens(base: Any) -> bool:
+    """Whether a vision model takes each patch as a row of numbers, and not as a small image."""
+    return not type(base).__name__.startswith(("Kimi", "PaddleOCR"))
 
 
 def sound(
     base: Any, batch_size: int, length: int, generator: torch.Generator, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     name, config = base.main_input_name, base.config
-    if name == "input_values" and not hasattr(config, "num_mel_bins"):
+    if name == "inputs":  # an encoder and a decoder of any kind
+        name = config.encoder.main_input_name if hasattr(config.encoder, "main_input_name") else "input_values"
+    if name == "input_values" and (not hasattr(config, "num_mel_bins") or hasattr(config, "conv_dim")):
         return {name: torch.randn(batch_size, SAMPLES, generator=generator).to(dtype)}
     encoder = next((c for c in (getattr(config, n, None) for n in ("audio_config", "encoder_config")) if c), config)
     bins = next(
         (v for n in ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "input_features",
                      "feature_size") if (v := getattr(encoder, n, None))), None,
     )  # fmt: skip
+    if bins is None:  # what the first layer takes
+        first = next((m for m in base.modules() if isinstance(m, nn.Linear)), None)
+        bins = first.in_features if first is not None and name == "input_features" else None
     if bins is None:
         raise NoInputsError(f"`{name}` of {type(base).__name__} has no known shape")
     if name == "input_values":  # a spectrogram (N, T, bins)
@@ -111,11 +157,24 @@ def sound(
 
 def with_image_tokens(base: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The text with as many image tokens in front as the model makes of one image."""
+    inner = getattr(base, "model", base)
+    length = batch["input_ids"].shape[1]
+    if "image_attention_mask" in inspect.signature(base.forward).parameters:  # each token sees the image
+        batch["image_attention_mask"] = torch.ones(len(batch["input_ids"]), length, 1, dtype=torch.int64)
+        return batch
+    if "image_embeds_position_mask" in inspect.signature(base.forward).parameters:
+        front, count = batch["input_ids"][:, :1].expand(-1, base.config.latent_query_num), base.config.latent_query_num
+        batch["input_ids"] = torch.cat([front, batch["input_ids"]], 1)
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["image_embeds_position_mask"] = (torch.arange(count + length) < count).expand(len(front), -1).clone()
+        return batch
+    if not hasattr(inner, "get_image_features"):
+        return batch
     token = getattr(base.config, "image_token_id", None) or getattr(base.config, "image_token_index", None)
     if token is None:
         return batch
-    inner = getattr(base, "model", base)
-    images = {key: x[:1] for key, x in batch.items() if key in inspect.signature(inner.get_image_features).parameters}
+    takes, records = inspect.signature(inner.get_image_features).parameters, len(batch["input_ids"])
+    images = {key: own(x, records, 0) for key, x in batch.items() if key in takes}
     with torch.no_grad():
         found = inner.get_image_features(**images)
     found = getattr(found, "pooler_output", None) if not isinstance(found, (Tensor, list, tuple)) else found

@@ -48,6 +48,7 @@ class BookKeeper:
         self.graph_root = torch.zeros((), requires_grad=True)
         self.expanded: set[str] = set()
         self.copied: set[str] = set()
+        self.formed: set[str] = set()
         self.attribution = Attribution(model)
         self.sharded = False
         # Rows of the model's inputs that belong to each record of the book, one record after the other. There are
@@ -218,7 +219,7 @@ class BookKeeper:
     def _announce_copies(self) -> None:
         """Say once of a model what it costs that no rule knows one of its weights."""
         announced = ANNOUNCED.setdefault(self.model, set())
-        new = {name.partition(PART)[0] for name in self.copied} - announced
+        new = {name.partition(PART)[0] for name in self.formed} - announced
         if new:
             announced |= new
             shown = sorted(new)

@@ -50,6 +50,10 @@ def test_parts_of_parameters_find_their_place():
     name, found = whole("w@I3:8,5,4@T:5,4", value)
     assert name == "w" and found.shape == (8, 5, 4)
     assert torch.equal(found.dense()[:, 3], value.dense().transpose(1, 2))
+    name, found = whole("w@R:12,5@T:3,4,5@I1:3,5,4", outer(rows=5, columns=4))
+    assert isinstance(found, Slices) and found.shape == (12, 5)
+    torch.testing.assert_close(found.dense()[:, 4:8].shape, torch.Size([3, 4, 5]))
+    assert found.dense()[:, 4:8].all() and not found.dense()[:, 8:].any()
     _, found = whole("w@S2-6:8,5@C:4,5", value)
     assert torch.equal(found.dense()[:, 2:6], value.dense()) and not found.dense()[:, 6:].any()
     _, found = whole("w@R:20", Dense(value.dense()))
@@ -156,7 +160,7 @@ def test_experts_with_adapters_are_exact_without_copies_of_their_weights(other):
         assert_exact(adapted, zoo.loss_of(adapted), zoo.make_batch(adapted, batch_size, length))
     with BookKeeper(adapted) as book:
         book.backward(zoo.loss_of(adapted)(adapted, zoo.make_batch(adapted, 2, 6)))
-        assert not book.copied
+        assert not book.formed
 
 
 class Factors(nn.Module):
@@ -264,6 +268,58 @@ def test_batch_norm_in_eval_mode_is_exact():
         assert_exact(model, lambda model, batch: model(batch["x"]).square().sum((1, 2, 3)), batch)
 
 
+class Filled(nn.Module):
+    """Rows that are filled one by one from what all records share: the records, or the positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.below, self.table, self.records = nn.Linear(6, 6), nn.Parameter(torch.randn(9, 6)), True
+
+    def forward(self, x):
+        records, length, _ = x.shape
+        rows = torch.zeros(*((records, length) if self.records else (length, records)), 6).to(x)
+        for n in range(len(rows)):
+            rows[n] = F.interpolate(self.table.t()[None], rows.shape[1])[0].t()
+        return (self.below(x) * (rows if self.records else rows.transpose(0, 1))).square()
+
+
+def test_rows_that_are_filled_from_a_table_are_exact_if_they_are_records():
+    """SigLIP 2 fits its positions to each image. With as many positions as records, rows may be either."""
+    torch.manual_seed(0)
+    model = Filled().double()
+
+    def loss(model, batch):
+        return model(batch["x"]).sum((1, 2))
+
+    for batch_size, length in ((5, 7), (4, 4), (1, 3)):
+        assert_exact(model, loss, {"x": torch.randn(batch_size, length, 6).double()})
+    model.records = False
+    with pytest.raises(UncoveredError, match="`table`"), BookKeeper(model) as book:
+        book.backward(loss(model, {"x": torch.randn(3, 3, 6).double()}))
+
+
+class OneRow(nn.Module):
+    """The tokens of all records in one row, (1, N * T, d), as in vision models of images of several sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.below, self.above = nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.above(self.below(x).tanh().flatten(0, 1).unsqueeze(0)).view(*x.shape[:2], 4)
+
+
+def test_tokens_of_all_records_in_one_row_are_exact_without_copies():
+    torch.manual_seed(0)
+    model = OneRow().double()
+    for batch_size in (7, 4, 1, 3):
+        batch = {"x": torch.randn(batch_size, 4, 6).double()}
+        assert_exact(model, lambda model, batch: model(batch["x"]).square().sum((1, 2)), batch)
+    with BookKeeper(model) as book:
+        book.backward(model(batch["x"]).square().sum((1, 2)))
+        assert not book.copied
+
+
 class Transposed(nn.Module):
     """A weight that no rule knows."""
 
@@ -272,7 +328,7 @@ class Transposed(nn.Module):
         self.weight = nn.Parameter(torch.randn(4, 6))
 
     def forward(self, x):
-        return torch.einsum("nd,ed->ne", x, self.weight)
+        return torch.einsum("nd,nd,ed->ne", x, x, self.weight)
 
 
 def test_copies_of_a_weight_are_announced_once(caplog):

@@ -29,8 +29,9 @@ from .attention import attention
 from .attribution import PART, Attribution, UncoveredError
 from .conv import conv
 from .copies import relative_bias, relative_table, run_each, run_with_copies
+from .einsum import einsum
 from .embedding import embedding
-from .linear import addmm, bmm, conv1d, linear, matmul
+from .linear import addmm, baddbmm, bmm, conv1d, linear, matmul
 from .norms import group_norm, layer_norm, rms_norm
 from .routed import is_adapted, is_experts, run_routed
 from .shared import own_losses
@@ -49,14 +50,17 @@ RULES: dict[Callable, Callable] = {
     torch.conv3d: conv,
     **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), matmul),
     **dict.fromkeys((torch.bmm, Tensor.bmm), bmm),
+    **dict.fromkeys((torch.baddbmm, Tensor.baddbmm), baddbmm),
+    torch.einsum: einsum,
     F.multi_head_attention_forward: attention,
 }
 
-EITHER = {func for func, rule in RULES.items() if rule is matmul}  # the parameter is the first argument, or the second
+# The parameter may be in any place.
+EITHER = {func for func, rule in RULES.items() if rule in (matmul, einsum)}
 # Which argument of them is the input, where it is not the first.
-INPUTS: dict[Callable, int] = {torch.addmm: 1}
-# Rules whose input may also be what all records share.
-TAKE_SHARED = {F.linear, F.layer_norm}
+INPUTS: dict[Callable, int] = {torch.addmm: 1, torch.baddbmm: 1, Tensor.baddbmm: 1}
+# Rules of which one argument, here its place, may also be what all records share.
+TAKE_SHARED: dict[Callable, int] = {F.linear: 0, F.layer_norm: 0, torch.baddbmm: 0, Tensor.baddbmm: 0}
 
 # Modules that hand their parameters to one of these functions; other modules' small parameters are copied instead.
 FUNCTIONAL = (nn.Linear, Conv1D, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _ConvNd, ParametrizationList)
@@ -157,7 +161,7 @@ def sites(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Site]:
             yield Site(path, module, inside, "each record")
         own = {name: p for name, p in module._parameters.items() if p is not None and p.requires_grad}
         if not own:
-            if is_adapted(path) and is_experts(module, module._parameters):
+            if is_experts(type(module)) and (is_adapted(path) or any(p.requires_grad for p in module.parameters())):
                 yield Site(path, module, {}, "experts")
             continue
         if isinstance(module, FUNCTIONAL):
@@ -167,7 +171,7 @@ def sites(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Site]:
         else:
             small = {name: p for name, p in own.items() if p.dim() > 1 and p.shape[0] == 1}
         large = {name: p for name, p in own.items() if name not in small}
-        if is_experts(module, own):
+        if is_experts(type(module)):
             yield Site(path, module, own, "experts")
             continue
         if small:

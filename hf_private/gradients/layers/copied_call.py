@@ -40,20 +40,23 @@ def with_copies(func: Callable, args: tuple, kwargs: dict, factor: bool = False)
     leaves = [Shared.of(x) if isinstance(x, Tapped) else x for x in leaves]
     shared = [x for x in leaves if isinstance(x, Shared)]
     call = CopiedCall(func, spec, leaves, shared, is_in_place(func, kwargs), factor)
+    call.tap.book.copied |= call.names
     if not factor and getattr(func, "__name__", "") in PRODUCTS:
-        call.tap.book.copied |= call.names
+        call.tap.book.formed |= call.names
     if func.__class__.__name__ == "method-wrapper" and func.__name__ == "__get__":
         return call.run()
     if any(isinstance(x, Routed) for x in leaves):
         return call.run_routed()
     if getattr(func, "__name__", "") in SIZED and (result := call.run_sized()) is not None:
         return result
+    if func is Tensor.__setitem__ and call.set_row(*args):
+        return None
     plain = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and not isinstance(x, Shared)]
     if not any(call.axes(i) for i in plain):
         call.hints.add(())
         return call.run()
-    if call.hints == {()} and not any(leaves[i].requires_grad for i in plain):
-        return call.run()  # a table of as many rows as there are records
+    if call.hints == {()}:
+        return call.run()  # as many rows as there are records, by chance
     return call.merge(plain)
 
 
@@ -171,6 +174,19 @@ class CopiedCall:
         inputs: list[Any] = [x.copies if isinstance(x, Shared) else x for x in self.leaves]
         inputs[sizes[0]] = target // self.records
         return self.vmapped(inputs, [0 if isinstance(x, Shared) else None for x in self.leaves]).flatten(0, 1)
+
+    def set_row(self, target: Any, index: Any, value: Any) -> bool:
+        """`rows[n] = table`: record n's row takes its copy. Returns whether the call is one of these."""
+        first = index[0] if isinstance(index, tuple) and index else index
+        shared, of_all = isinstance(value, (Shared, Tapped)), isinstance(target, (Shared, Tapped))
+        if of_all or not shared or type(first) is not int or len(target) != self.rows:
+            return False
+        key, attribution = self.key(), self.tap.book.attribution
+        if self.new or key not in self.tap.merges:
+            self.tap.merges[key] = ("row",)
+            attribution.require()
+        target[index] = self.shared[-1].copies[first % self.rows * self.records // self.rows]
+        return True
 
     # -- where copies meet activations
 

@@ -70,13 +70,13 @@ def _rule(func: Callable, args: tuple, kwargs: dict) -> Callable | None:
         return None
     if rule is attention:  # it takes parameters in any place, and leaves none for the call that it makes itself
         return rule if any(isinstance(x, Tapped) for x in (*args, *kwargs.values())) else None
-    place, takes_shared = INPUTS.get(func, 0), func in TAKE_SHARED
+    place, sharing = INPUTS.get(func, 0), TAKE_SHARED.get(func)
     for index, x in enumerate((*args, *kwargs.values())):
-        if isinstance(x, Shared) and not (index == place and takes_shared):
+        if isinstance(x, Shared) and index != sharing:
             return None
-        if index == place and isinstance(x, Tapped) and not takes_shared and func not in EITHER:
+        if isinstance(x, Tapped) and index == place != sharing and func not in EITHER:
             return None
     if func in EITHER:
-        return rule if any(isinstance(x, Tapped) for x in args) else None
+        return rule if any(isinstance(x, Tapped) for x in tree_leaves(args)) else None
     parameters = [x for i, x in enumerate((*args, *kwargs.values())) if i != place and isinstance(x, Tapped)]
     return rule if parameters else None

@@ -80,4 +80,6 @@ def _is_shared(tap: Tap, index: Tensor) -> bool:
     length, width = index.shape[:2]
     if length in (tap.num_rows, tap.leading):  # unless as many records as tokens make distances look like records
         return length == width > 1 and torch.equal(index[1:, 1:], index[:-1, :-1])
+    if width == tap.num_rows and length > 1:  # XLNet's tokens (T, N)
+        return torch.equal(index[1:, 1:], index[:-1, :-1])
     return length > 1

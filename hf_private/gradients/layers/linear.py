@@ -93,3 +93,10 @@ def bmm(tap: Tap, input: Tensor, mat2: Tensor) -> Tensor:
     if not isinstance(mat2, Tapped):
         raise AutogradOnlyError(f"`{tap.path}` multiplies by a computed weight of shape {tuple(mat2.shape)}.")
     return torch.stack([matmul(tap, x, mat2[e]) for e, x in enumerate(input)])
+
+
+def baddbmm(tap: Tap, input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """Rule for `torch.baddbmm(bias, x, weight)`, shapes as in `bmm`."""
+    if beta != 1 or alpha != 1:
+        raise AutogradOnlyError(f"`{tap.path}` scales a product with a weight of shape {tuple(batch2.shape)}.")
+    return input + bmm(tap, batch1, batch2)

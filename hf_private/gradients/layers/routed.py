@@ -9,7 +9,8 @@ and `Attribution` measures that they are.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,10 @@ ROWWISE = frozenset(
     "clamp_max square sqrt rsqrt abs minimum maximum where to float double half bfloat16 type type_as contiguous "
     "clone detach dropout layer_norm rms_norm mean glu leaky_relu".split()
 )
+
+
+# What transformers' experts call the argument that tells for each row which experts it goes to.
+CHOICES = ("top_k_index", "router_indices", "selected_experts", "router_mask")
 
 
 class Route:
@@ -82,16 +87,23 @@ class Routed(Tensor):
         if route is None:
             return result
         rows = len(route.records)
-        keep = lambda x: Routed.of(x, route) if isinstance(x, Tensor) and x.dim() and len(x) == rows else x  # noqa: E731
+        keep = lambda x: Routed.of(x, route) if isinstance(x, Tensor) and _rows(x, rows) else x  # noqa: E731
         return tree_map(keep, result)
+
+
+def _rows(x: Tensor, rows: int) -> bool:
+    """Whether a tensor has that many rows, perhaps behind an axis of length 1."""
+    return x.dim() > 0 and (len(x) == rows or x.dim() > 2 and x.shape[:2] == (1, rows))
 
 
 def _route(func: Callable, route: Route, args: tuple, kwargs: dict) -> Route | None:
     name = getattr(func, "__name__", "")
-    if name in ROWWISE:
+    if name in ROWWISE or name in ("view", "reshape", "flatten"):
         return route
     if name == "__getitem__":
         index = args[1]
+        if isinstance(index, tuple) and len(index) == 2 and index[0] is None:
+            index = index[1]
         if isinstance(index, Tensor) and index.dim() == 1:
             return route.picked(index)
         if isinstance(index, tuple) and index and (index[0] is Ellipsis or index[0] == slice(None)):
@@ -109,12 +121,10 @@ def is_adapted(path: str) -> bool:
     return path.rpartition(".")[2] == "base_layer"
 
 
-def is_experts(module: nn.Module, parameters: Mapping[str, nn.Parameter | None]) -> bool:
-    """Whether a module holds weights of several experts and is told by its caller which rows go to which."""
-    return (
-        any(p is not None and p.dim() == 3 and p.shape[0] > 1 for p in parameters.values())
-        and len(inspect.signature(type(module).forward).parameters) > 2
-    )
+@cache
+def is_experts(kind: type[nn.Module]) -> bool:
+    """Whether the caller of such modules tells them which rows go to which expert, as in transformers' interface."""
+    return any(name in CHOICES for name in inspect.signature(kind.forward).parameters)
 
 
 def run_routed(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> Any:
@@ -127,7 +137,8 @@ def run_routed(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> Any:
     records = tap.batch_size
     if tap.lone or not isinstance(x, Tensor) or type(x) is not Tensor or x.dim() < 2 or len(x) % records:
         return forward(*args, **kwargs)
-    route = Route(torch.arange(len(x), device=x.device) // (len(x) // records), records)
+    rows = x[..., 0].numel()  # tokens (N * T, d), or (N, T, d)
+    route = Route(torch.arange(rows, device=x.device) // (rows // records), records)
     routed = Routed.of(x, route)
     if name is None:
         args = (routed, *args[1:])

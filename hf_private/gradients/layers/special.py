@@ -29,14 +29,18 @@ def special(tap: Tap, x: Tensor) -> Callable[[Rule], Tensor] | None:
     if isinstance(x, Routed):
         route = x.route
         return lambda rule: Routed.of(route.unpadded(rule(route.padded(x.as_subclass(Tensor)))), route)
-    if type(x) is Tensor and not tap.book.sharded and not _has_records(x.shape[:-1], tap.batch_size):
+    if type(x) is Tensor and not tap.book.sharded and not _has_records(x, tap.batch_size):
         copies = x.unsqueeze(0).expand(tap.batch_size, *x.shape)
         return lambda rule: Shared(rule(copies), tap, frozenset(tap.names.values()), True)
     return None
 
 
-def _has_records(leading: tuple[int, ...], records: int) -> bool:
-    """Whether an axis may hold the records. What all share, such as sines of positions, is (1, T)."""
-    if leading[:1] == (1,) and records not in leading:
+def _has_records(x: Tensor, records: int) -> bool:
+    """Whether an axis may hold the records.
+
+    What all share, such as sines of positions, is (1, T). With a gradient that is all records' tokens in one row.
+    """
+    leading = x.shape[:-1]
+    if leading[:1] == (1,) and records not in leading and not x.requires_grad:
         return False
     return any(length % records == 0 for length in leading)

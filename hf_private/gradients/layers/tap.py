@@ -24,7 +24,8 @@ class Book(Protocol):
     graph_root: Tensor
     leading: int
     expanded: set[str]  # paths of embeddings whose positions (1, T) became (N, T)
-    copied: set[str]  # weights that have a copy for each record
+    copied: set[str]  # parameters that no rule knows: each record has a copy where they are used
+    formed: set[str]  # those of them that are multiplied with activations: their copies cost as much as gradients
     sharded: bool
     rows_per_record: int
     attribution: Attribution

@@ -64,7 +64,8 @@ def is_in_place(func: Callable, kwargs: Mapping[str, Any]) -> bool:
 
 RESHAPES = frozenset("view reshape flatten squeeze unsqueeze unflatten view_as reshape_as".split())
 CASTS = frozenset("to float double half bfloat16 type type_as contiguous clone".split())
-TRANSPOSES: set[Any] = {getattr(Tensor, name).__get__ for name in ("T", "mT")}
+MATRIX_TRANSPOSE: Any = Tensor.mT.__get__  # pyrefly: ignore
+TRANSPOSES: set[Any] = {MATRIX_TRANSPOSE, Tensor.T.__get__}  # pyrefly: ignore
 
 
 def part_of(func: Callable, args: tuple, kwargs: dict) -> Tapped | tuple[Tapped, ...] | None:
@@ -75,7 +76,8 @@ def part_of(func: Callable, args: tuple, kwargs: dict) -> Tapped | tuple[Tapped,
         return None
     plain = first.plain
     if func in TRANSPOSES or name in ("t", "transpose"):
-        return first.part("T", plain.t()) if plain.dim() == 2 and _swaps(args[1:], kwargs) else None
+        swaps = func is MATRIX_TRANSPOSE or _swaps(plain.dim(), args[1:], kwargs)
+        return first.part("T", plain.mT) if plain.dim() > 1 and swaps else None
     if name in CASTS:
         cast = func(plain, *args[1:], **kwargs)
         return first.part("C", cast) if cast.is_floating_point() else None
@@ -106,7 +108,7 @@ def _indexed(whole: Tapped, index: Any) -> Tapped | None:
     return None
 
 
-def _swaps(dims: tuple, kwargs: dict) -> bool:
-    """Whether the two axes of a matrix change places."""
+def _swaps(rank: int, dims: tuple, kwargs: dict) -> bool:
+    """Whether the last two axes change places, and no others."""
     named = (*dims, *kwargs.values())
-    return not named or sorted(d % 2 for d in named) == [0, 1]
+    return sorted(d % rank for d in named) == [rank - 2, rank - 1] if named else rank == 2

@@ -376,6 +376,12 @@ MUTANTS = (
         "tests/gradients/test_shared.py::test_one_model_is_never_wrong_at_one_size_after_another[scale, time first]",
     ),
     Mutant(
+        "rows that are filled from a table are taken for records without a measurement",
+        "gradients/layers/copied_call.py",
+        (("            attribution.require()", "            pass"),),
+        "tests/gradients/test_shared.py::test_rows_that_are_filled_from_a_table_are_exact_if_they_are_records",
+    ),
+    Mutant(
         "a call with copies is compared in its values, not in its gradients",
         "gradients/layers/agreement.py",
         (
