@@ -14,6 +14,7 @@ from tests.support import zoo
 from tests.support.oracle import EXACT as EXACT_IN_FLOAT64
 from tests.support.oracle import assert_exact
 from tests.support.zoo import IMAGE, LLAMA, SIZE
+from tests.tasks.test_audio import WAVE, WHISPER
 
 EXACT = {
     "SqueezeBertForSequenceClassification": SIZE
@@ -33,8 +34,18 @@ EXACT = {
         image_size=16, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=4, num_labels=3
     ),
     "GptOssForCausalLM": LLAMA
-    | dict(num_local_experts=3, num_experts_per_tok=2, sliding_window=4, experts_implementation="eager"),
+    | dict(num_local_experts=3, num_experts_per_tok=2, sliding_window=12, experts_implementation="eager"),
     "FalconForCausalLM": SIZE,
+    "Qwen3MoeForCausalLM": LLAMA
+    | dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=12, experts_implementation="eager"),
+    "MPNetForSequenceClassification": SIZE,
+    "LongformerForSequenceClassification": SIZE
+    | dict(attention_window=4, sep_token_id=2, pad_token_id=1, bos_token_id=0),
+    "CLIPForImageClassification": dict(
+        vision_config=IMAGE, text_config=SIZE | dict(max_position_embeddings=8), projection_dim=8, num_labels=3
+    ),
+    "WhisperForConditionalGeneration": WHISPER,
+    "Wav2Vec2ForSequenceClassification": WAVE,
 }
 REFUSED = {
     "FNetForSequenceClassification": (SIZE, "per_device_train_batch_size=1`"),
@@ -47,7 +58,16 @@ REFUSED = {
 
 def build(name: str, options: dict):
     config = getattr(hf, name).config_class(**options, architectures=[name])
-    return zoo.from_config(config, torch.float32).eval()
+    return freeze_unused(zoo.from_config(config, torch.float32).eval())
+
+
+def freeze_unused(model):
+    """Freeze what no loss reaches: norms behind CLIP's last used token, embeddings of masks."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    losses = PerSampleLoss(model)(model, synthetic_batch(model, 2, 7))
+    for p, g in zip(parameters, torch.autograd.grad(losses.sum(), parameters, allow_unused=True), strict=True):
+        p.requires_grad_(g is not None)
+    return model
 
 
 def check(model):
@@ -59,8 +79,10 @@ def test_exact(name):
     model = build(name, EXACT[name])
     assert "exact" in check(model)
     model.double()
-    tolerance = 1e-6 if "Mamba" in name else EXACT_IN_FLOAT64  # the state is computed in float32
-    assert_exact(model, PerSampleLoss(model), zoo.make_batch(model, batch_size=3), tolerance)
+    in_float32 = any(kind in name for kind in ("Mamba", "GPTJ", "GPTNeo"))  # the state, or attention
+    tolerance = 1e-6 if in_float32 else EXACT_IN_FLOAT64
+    for size, length in ((3, zoo.LENGTH), (4, 8), (1, 5)):
+        assert_exact(model, PerSampleLoss(model), zoo.make_batch(model, size, length), tolerance)
 
 
 @pytest.mark.parametrize("name", REFUSED)
