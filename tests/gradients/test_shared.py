@@ -278,8 +278,9 @@ class Filled(nn.Module):
     def forward(self, x):
         records, length, _ = x.shape
         rows = torch.zeros(*((records, length) if self.records else (length, records)), 6).to(x)
+        table = F.interpolate(self.table.t()[None], rows.shape[1])[0].t()
         for n in range(len(rows)):
-            rows[n] = F.interpolate(self.table.t()[None], rows.shape[1])[0].t()
+            rows[n] = table
         return (self.below(x) * (rows if self.records else rows.transpose(0, 1))).square()
 
 

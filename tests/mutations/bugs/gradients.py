@@ -409,8 +409,8 @@ MUTANTS = (
         "gradients/layers/routed.py",
         (
             (
-                "route = Route(torch.arange(len(x), device=x.device) // (len(x) // records), records)",
-                "route = Route(torch.arange(len(x), device=x.device) % records, records)",
+                "route = Route(torch.arange(rows, device=x.device) // (rows // records), records)",
+                "route = Route(torch.arange(rows, device=x.device) % records, records)",
             ),
         ),
         "tests/gradients/test_shared.py::test_experts_are_exact_whatever_kernel_is_configured[eager]",
