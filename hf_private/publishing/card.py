@@ -70,7 +70,7 @@ def weight_hashes(folder: str | Path) -> dict[str, str]:
     folder = Path(folder)
     names = sorted(path.relative_to(folder).as_posix() for path in folder.glob("*.safetensors"))
     names += sorted(path.relative_to(folder).as_posix() for path in folder.glob("*/adapter_model.safetensors"))
-    return {name: sha256(folder / name) for name in names if is_weights(name)}
+    return {name: sha256(folder / name) for name in names if is_weights(name) and (folder / name).is_file()}
 
 
 def is_weights(name: str) -> bool:

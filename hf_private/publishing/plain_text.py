@@ -7,6 +7,7 @@ from functools import cache
 from urllib.parse import unquote
 
 SUPERSCRIPTS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
+RAISED_POINT = re.compile(r"\b0[·⋅](?=\d)")  # between a 0 and a digit: no multiplication
 LOOK_ALIKES = str.maketrans(  # letters of other scripts that look like those of "epsilon", "delta" and "privacy"
     "аԁеіӏорсѕуνοιɛєϵ∊⁄∕٫‐‑‒–—−∶˜∼≅≃≐≲⩽×⋅·",
     "adeilopcsyvoiεεεε//.------:~~≈≈≈≤≤xxx",
@@ -47,7 +48,7 @@ def plain_text(text: str) -> str:
     'ε ≈ 0.1,  epsilon  ≤ 10^-1'
     """
     text = cut(html.unescape(html.unescape(text)), "<!--", "-->")
-    text = _latin(text)
+    text = _latin(RAISED_POINT.sub("0.", text))
     addresses: list[str] = []
 
     def tag(found: re.Match[str]) -> str:

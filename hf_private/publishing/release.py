@@ -23,6 +23,7 @@ from hf_private.spending.statement import STATEMENT
 from .curve import CURVE_FILE
 from .schema import parse_json
 
+PICKLE = "a pickle, which runs code when it is loaded"
 LOCAL = {  # pattern of a file's or a folder's name -> why it stays here
     "_*": "local: the ledger and work files",
     ".*": "local: hidden",
@@ -37,18 +38,21 @@ LOCAL = {  # pattern of a file's or a folder's name -> why it stays here
     "mlruns": "logs of training",
     "events.out.tfevents*": "logs of training",
     "*.log": "logs of training",
-    "*.bin": "a pickle, which runs code when it is loaded",
-    "*.pt": "a pickle, which runs code when it is loaded",
-    "*.pth": "a pickle, which runs code when it is loaded",
-    "*.ckpt": "a pickle, which runs code when it is loaded",
-    "*.pkl": "a pickle, which runs code when it is loaded",
-    "*.pickle": "a pickle, which runs code when it is loaded",
+    "*.bin": PICKLE,
+    "*.pt": PICKLE,
+    "*.pth": PICKLE,
+    "*.ckpt": PICKLE,
+    "*.pkl": PICKLE,
+    "*.pickle": PICKLE,
     "*.arrow": "a copy of data",
     "*.parquet": "a copy of data",
     "*.csv": "a copy of data",
     "*.jsonl": "a copy of data",
 }
 KEPT = (".gitattributes",)
+
+FORMATS = frozenset(".bin .ckpt .gguf .h5 .msgpack .onnx .ot .pt .pth .safetensors .tflite".split())
+NO_WEIGHTS = re.compile(r"(optimizer|scheduler|scaler)\.(bin|pt)")  # of a checkpoint
 
 # What `from_pretrained` reads, by its exact name: `tokenized_train.json` and `patients_vocab.json` are copies of data
 MODEL = frozenset("config.json generation_config.json model.safetensors model.safetensors.index.json".split())
@@ -111,6 +115,17 @@ def reason_to_stay(name: str) -> str | None:
     return None
 
 
+def may_hold_weights(name: str) -> bool:
+    """Whether a file may be another copy of the model's weights, in any format; files of checkpoints are none.
+
+    >>> may_hold_weights("onnx/model.onnx"), may_hold_weights("checkpoint-3/optimizer.pt")
+    (True, False)
+    """
+    suffix = PurePosixPath(name).suffix.lower()
+    reason = reason_to_stay(name)
+    return suffix in FORMATS and (reason is None or reason == PICKLE) and not NO_WEIGHTS.fullmatch(name)
+
+
 def is_published(name: str) -> bool:
     """Whether a model, its card or its use needs a file of this name.
 
@@ -163,6 +178,8 @@ def _reason_by_name(folder: Path, name: str) -> str | None:
         return "not a file that a model needs: upload it by hand, if anyone may see it"
     if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
         return "a link out of the folder"
+    if not path.is_file():  # a named pipe makes its reader wait for ever
+        return "not a regular file"
     return None
 
 

@@ -15,7 +15,7 @@ from hf_private.spending.statement import SCHEMA_VERSION, STATEMENT, schema
 from .card_check import check_card
 from .findings import HOLDS, UNKNOWN, WARNING, WRONG, Finding, Found, Verdict
 from .recompute import check_consistency, check_epsilon
-from .release import reason_to_stay, scan
+from .release import may_hold_weights, reason_to_stay, scan
 from .schema import parse_json, violations
 from .snapshot import LEDGER_LIMIT, Snapshot, load_snapshot
 
@@ -143,11 +143,12 @@ def check_weights(statement: dict[str, Any], snapshot: Snapshot) -> Found:
     stated = statement["weights"]
     if not stated:
         yield UNKNOWN, "`weights` is empty: the claim is about no file"
-    for name in sorted({*stated, *snapshot.weights}) if stated else ():
-        if name not in snapshot.weights:
-            yield UNKNOWN, f"`{name}` is missing: the claim is about that file"
-        elif name not in stated:
+    others = {name for name in snapshot.names if may_hold_weights(name)}
+    for name in sorted({*stated, *snapshot.weights, *others}) if stated else ():
+        if name not in stated:
             yield UNKNOWN, f"`{name}` is not in the statement: nothing is claimed about it"
+        elif name not in snapshot.weights:
+            yield UNKNOWN, f"`{name}` is missing: the claim is about that file"
         elif stated[name] != snapshot.weights[name]:
             yield UNKNOWN, f"`{name}` is not the file that the claim is about: swapped, merged or quantised"
 

@@ -14,6 +14,7 @@ Copies have no identity and no counters: a copied model is recognised by its fin
 
 import hashlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -89,7 +90,7 @@ class Fingerprints:
         self.start = {name: fingerprint(x) for name, x in tensors.items() if name not in self.buffers}
         self.expected = {name: digest for name, digest in self.start.items() if name not in self.trained}
         self.ended = False
-        self._probe = Probe(model)
+        self._probe = Probe({name: p for name, p in model.named_parameters() if p.requires_grad})
         self._seen = self._probe.read()
         self.written_outside: str | None = None
 
@@ -131,31 +132,29 @@ class Fingerprints:
 
 
 class Probe:
-    """A cheap look at the trained parameters of a model, to notice that they were written to.
+    """A cheap look at tensors, such as the trained parameters of a model, to notice that they were written to.
 
     Args:
-        model: Its parameters must stay the same objects. Those that are sharded are left out: FSDP2 writes to them.
+        tensors: By name; they must stay the same objects. Those that are sharded are left out: FSDP2 writes to them.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = {
-            name: p for name, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)
-        }
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = {name: x for name, x in tensors.items() if not isinstance(x, DTensor)}
 
     def read(self) -> tuple[dict[str, tuple[int, int]], list[Tensor]]:
-        """Counters of writes and addresses by name, and the sum of bits of each parameter, by device and type."""
-        counters = {name: (p._version, p.data_ptr()) for name, p in self.parameters.items()}
+        """Counters of writes and addresses by name, and the sum of bits of each tensor, by device and type."""
+        counters = {name: (p._version, p.data_ptr()) for name, p in self.tensors.items()}
         sums: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for p in self.parameters.values():
+        for p in self.tensors.values():
             bits = p.detach().view(BITS[p.element_size()])
             sums.setdefault((p.device, bits.dtype), []).append(bits.sum(dtype=bits.dtype))  # modulo 2^bits
         return counters, [torch.stack(some) for some in sums.values()]
 
     def difference(self, before: tuple[dict[str, tuple[int, int]], list[Tensor]]) -> str | None:
-        """A parameter that was written to since `before`, which `read` returned; None if there is none."""
+        """A tensor that was written to since `before`, which `read` returned; None if there is none."""
         counters, sums = self.read()
         for name, found in counters.items():
             if found != before[0][name]:
                 return name
         same = all(torch.equal(x, y) for x, y in zip(sums, before[1], strict=True))
-        return None if same else next(iter(self.parameters))
+        return None if same else next(iter(self.tensors))

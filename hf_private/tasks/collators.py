@@ -29,6 +29,7 @@ from .micro_batches import CollatorError
 Batch = Mapping[str, Any]
 Collate = Callable[[list[Any]], Batch]
 
+TURNS = 3  # records that are looked at
 SEEDS = 32  # a collator that mixes records in one batch of five is caught all but once in a thousand times
 LEVELS = (0.05, 0.5, 0.95)  # constants that stand for random numbers
 LENGTH, SHORTER, LONGER = 7, (3, 5, 6), (12, 9, 7)
@@ -83,9 +84,20 @@ def check_collator(collate: Collate, dataset: Any, model: nn.Module) -> None:
     if len(dataset) < 2:
         return
     with _generators_restored():
-        trial = _Trial(collate, *_records(collate, dataset, model))
-        trial.check_equal_lengths()
-        trial.check_lengths()
+        one, equal, varied = _records(collate, dataset, model)
+        for turn, (record, neighbours) in enumerate(_turns(one, equal)):
+            trial = _Trial(collate, record, neighbours, varied)
+            trial.check_equal_lengths(range(turn, SEEDS, TURNS))
+            trial.check_lengths()
+
+
+def _turns(one: list[Any], equal: list[list[Any]]) -> Iterator[tuple[list[Any], list[list[Any]]]]:
+    """Three records in turn, each with two groups of neighbours: nothing happens to the record that has the largest
+    number, if a collator spreads that."""
+    yield one, equal
+    for group in range(len(equal)):
+        swapped = [[*one, *others[1:]] if n == group else others for n, others in enumerate(equal)]
+        yield equal[group][:1], swapped
 
 
 def _records(collate: Collate, dataset: Any, model: nn.Module) -> tuple[list[Any], list[list[Any]], list[list[Any]]]:
@@ -152,11 +164,11 @@ class _Trial:
         with HeldRandomness(level):
             return collate(copies)
 
-    def check_equal_lengths(self) -> None:
+    def check_equal_lengths(self, seeds: Sequence[int]) -> None:
         """Replace the neighbours by others of the same length, under equal seeds."""
         batch = [*self.one, *self.equal[0]]
         random_fields = _differing(self._run(batch), [self._run(batch, seed) for seed in range(1, 4)])
-        for seed in range(SEEDS if random_fields else 2):
+        for seed in seeds if random_fields else seeds[:2]:
             first, second = (self._run([*self.one, *others], seed) for others in self.equal)
             if _shapes(first) == _shapes(second):
                 _compare(first, second, 0, 0, frozenset())

@@ -15,6 +15,7 @@ from hf_private.tasks.limits import limits_of
 from hf_private.tasks.losses import LABEL_NAMES
 from hf_private.tasks.made_up import ranges_of, sample, schema_of
 from hf_private.tasks.micro_batches import LogicalCollator
+from hf_private.tasks.repeats import most_repeats
 from hf_private.tasks.synthetic import synthetic_batch
 from hf_private.tasks.unit_loss import MakeBatch, made_up_units
 
@@ -33,6 +34,8 @@ def main_input(model: nn.Module) -> str:
 def check_data(trainer: "LoadingMixin", dataset: Any, logical: LogicalCollator, all_records: bool) -> None:
     """Check the collator and, in `train()`, all records; nothing has been charged yet."""
     assert trainer.model is not None
+    if all_records:
+        trainer.ranks.run_on_first(_check_repeats, trainer)
     if all_records and trainer.dp_config.check_dataset:
         head = head_of(trainer.model) if trainer.per_sample_loss is None else None
         limits = limits_of(trainer.model, head)
@@ -40,6 +43,19 @@ def check_data(trainer: "LoadingMixin", dataset: Any, logical: LogicalCollator, 
         trainer.ranks.run_on_first(check_dataset, trainer.as_inputs(dataset), logical.collate, limits, progress)
     if logical.max_rows > 1:
         check_collator(_as_batch(trainer, logical), dataset, trainer.model)
+
+
+def _check_repeats(trainer: "LoadingMixin") -> None:
+    """Refuse a record that stands in the training set more often than a unit is charged for."""
+    config = trainer.dp_config
+    repeats = 1 if config.unit_column else most_repeats(trainer.train_dataset)
+    if repeats > config.group_size and config.is_private:
+        raise ValueError(
+            f"`train_dataset` must hold each record once, got one {repeats} times (the same row or object, as"
+            f" oversampling does): the epsilon of one would be claimed, and that of {repeats} spent. Use it once,"
+            " and train for more steps or weigh classes in `per_sample_loss`; or charge for it with"
+            f" DPConfig(records_per_unit={repeats}). Nothing was charged."
+        )
 
 
 def _as_batch(trainer: "LoadingMixin", logical: LogicalCollator) -> Callable[[list[Any]], Any]:

@@ -12,8 +12,9 @@ from transformers.utils import logging
 from hf_private.distributed.ranks import Ranks
 from hf_private.gradients.bookkeeper import trainable
 from hf_private.gradients.tensors import local
+from hf_private.spending.fingerprints import Probe
 
-from .fingerprints import TrainingRecords
+from .fingerprints import MOST_NATURAL, TrainingRecords
 
 logger = logging.get_logger(__name__)
 
@@ -21,6 +22,7 @@ TRAINED_ON = (
     "`eval_dataset` must not be the training set, got the same records: their loss would be logged without noise."
     " Evaluate on other records, or set `log_nonprivate=True`, which makes the run NOT PRIVATE."
 )
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 SAMPLES = 64  # records that are compared between ranks
 SHARED = (  # settings that must be equal, or ranks end with different weights or wait for each other for ever
     *("seed", "optim", "learning_rate", "weight_decay", "lr_scheduler_type", "warmup_steps", "max_steps"),
@@ -68,6 +70,12 @@ def check_content(evaluation: Any, known: TrainingRecords) -> None:
         if dataset is None or isinstance(dataset, str):
             continue
         found = known.overlap(dataset)
+        if found.natural > MOST_NATURAL:
+            logger.warning_once(
+                f"{found.natural:.0%} of the training records have the content of another one. If they are copies of"
+                " one record, each person is protected less than epsilon says: use every record once, or set"
+                " `records_per_unit`."
+            )
         if found.share > found.allowed:
             raise ValueError(
                 f"`eval_dataset` must hold other records than the training set, got {found.share:.0%} of its records"
@@ -87,12 +95,16 @@ class PrivateStepGuard(TrainerCallback):
 
     def __init__(self) -> None:
         self.released = 0  # by the mechanism, since the optimizer's last step
-        self._gradients: dict[str, tuple[Tensor, int]] = {}
+        self._gradients: dict[str, Tensor] = {}
+        self._probe: Probe | None = None
+        self._seen: Any = None
 
     def note_release(self, model: nn.Module) -> None:
         """Called when the mechanism has written the gradients."""
         self.released += 1
-        self._gradients = {n: (p.grad, p.grad._version) for n, p in model.named_parameters() if p.grad is not None}
+        self._gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        self._probe = Probe(self._gradients)
+        self._seen = self._probe.read()
 
     def on_pre_optimizer_step(self, *_: Any, model: nn.Module, **__: Any) -> None:
         """Between `training_step` and the optimizer: there must have been one private release, or no gradient.
@@ -101,24 +113,29 @@ class PrivateStepGuard(TrainerCallback):
         """
         released, self.released = self.released, 0
         noted, self._gradients = self._gradients, {}
+        probe, self._probe = self._probe, None
         now = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         if released != 1 and now:
             raise RuntimeError(
                 f"`training_step` must run the mechanism once for each step, got {released} times. An overriding"
                 " method has to call DPTrainer's with `super().training_step(...)`."
             )
-        for name, grad in now.items():
-            before, version = noted.get(name.removeprefix("module."), noted.get(name, (None, 0)))
-            if grad is not before or grad._version != version:
-                raise RuntimeError(
-                    f"`training_step` must leave the gradients as the mechanism wrote them, got another one for"
-                    f" `{name}`: what is added after the noise is not private. A callback may change private gradients"
-                    " in its `on_pre_optimizer_step`; the loss is `per_sample_loss`."
-                )
+        changed = [
+            name for name, x in now.items() if noted.get(name.removeprefix("module."), noted.get(name)) is not x
+        ]
+        if probe is not None and not changed:  # what is written to `.data` leaves the object and its counter
+            changed = [name for name in (probe.difference(self._seen),) if name is not None]
+        self._seen = None
+        if changed:
+            raise RuntimeError(
+                f"`training_step` must leave the gradients as the mechanism wrote them, got another one for"
+                f" `{changed[0]}`: what is added after the noise is not private. A callback may change private"
+                " gradients in its `on_pre_optimizer_step`; the loss is `per_sample_loss`."
+            )
 
 
 class ForwardGuard:
-    """Notices hooks and forward methods that come to a model after its self-check, and may couple records.
+    """Notices hooks, forward methods and modules that come to a model after its self-check, and may couple records.
 
     Those of transformers, accelerate and PEFT are let in: evaluations install some.
     """
@@ -130,24 +147,32 @@ class ForwardGuard:
         self._known = self._find()
 
     def _find(self) -> dict[tuple[str, int], Any]:
-        """Hooks and replaced forward methods, by module and identity."""
+        """Modules, hooks and replaced forward methods, by path and identity."""
         found: dict[tuple[str, int], Any] = {}
         for path, module in self.model.named_modules():
-            own = module.__dict__.get("forward")
-            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values(), own):
+            for own in (module, type(module), type(module).forward):
+                found[path, id(own)] = own
+            hooks = [hook for kind in HOOKS for hook in getattr(module, kind).values()]
+            for hook in (*hooks, module.__dict__.get("forward")):
                 if hook is not None:
                     found[path, id(hook)] = hook
         return found
 
+    def _trusted(self, path: str, hook: Any) -> bool:
+        """Whether an evaluation may have left it: a hook, or the `forward` of one object."""
+        module = self.model.get_submodule(path)
+        if any(hook is own for own in (module, type(module), type(module).forward)):
+            return False
+        return (getattr(hook, "__module__", None) or "").startswith(self.TRUSTED)
+
     def check(self) -> None:
         """Refuse a step with what was not there when the model was checked."""
         for (path, key), hook in self._find().items():
-            trusted = (getattr(hook, "__module__", None) or "").startswith(self.TRUSTED)
-            if (path, key) not in self._known and not trusted:
+            if (path, key) not in self._known and not self._trusted(path, hook):
                 raise RuntimeError(
-                    f"`{path}` must run as it did when records were found to be independent, got a new forward hook or"
-                    " method, which may couple records. Register it before `train()`, so that it is checked too, or"
-                    " remove it before the next step."
+                    f"`{path}` must run as it did when records were found to be independent, got a new hook, method or"
+                    " module, which may couple records. Set it before `train()`, so that it is checked too, or remove"
+                    " it before the next step."
                 )
 
 

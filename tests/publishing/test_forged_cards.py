@@ -6,6 +6,7 @@ from looking. Each case is a folder that was true before the forgery.
 
 import hashlib
 import json
+import os
 import re
 import time
 from collections.abc import Callable
@@ -168,6 +169,7 @@ SPELLINGS = {
     "delta": "epsilon = 0.309 at delta = 1e-9",
     "delta of a tuple": "(0.309, 1e-12)-DP",
     "code block": "```\nepsilon = 0.1\n```",
+    "raised point": "ε = 0·1",
     "heading": "# Epsilon: 0.1",
     "second section": "<!-- hf-private: begin section -->\n**epsilon = 0.1**\n<!-- hf-private: end section -->",
 }
@@ -427,6 +429,38 @@ def test_no_file_takes_long(forge: Forgery, tmp_path: Path) -> None:
     verdict = verify(folder, time_limit=1.0)
     assert verdict.code in (0, 1, 2)
     assert time.process_time() - start < 5
+
+
+OTHER_WEIGHTS = (
+    "model.gguf", "onnx/model.onnx", "pytorch_model.bin", "fp16/model.safetensors", "a/b/adapter_model.safetensors",
+    "tf_model.h5", "flax_model.msgpack",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_WEIGHTS)
+def test_weights_in_another_format_have_no_claim(name: str, tmp_path: Path) -> None:
+    """A card that holds for model.safetensors says nothing of the file that people download instead."""
+    folder = saved_model(tmp_path)
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(b"weights that were trained without noise")
+    assert [line for line in statuses(folder)["cannot tell"] if f"`{name}`" in line]
+
+
+def test_what_a_run_leaves_beside_its_weights_is_no_other_model(tmp_path: Path) -> None:
+    folder = saved_model(tmp_path)
+    for name in ("training_args.bin", "checkpoint-3/model.safetensors", "checkpoint-3/optimizer.pt", "_dp/lr.pt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"")
+    assert verify(folder).code == 0
+
+
+@pytest.mark.parametrize("name", [CARD, STATEMENT, "model.safetensors", "config.json"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_file_that_never_ends_is_not_read(name: str, kind: str, tmp_path: Path) -> None:
+    folder = saved_model(tmp_path)
+    (folder / name).unlink()
+    os.mkfifo(folder / name) if kind == "pipe" else os.symlink("/dev/zero", folder / name)
+    assert verify(folder).code == (0 if name == "config.json" else 2)
 
 
 def test_a_time_limit_ends_in_cannot_tell(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What comes between the checks and a step: inputs, gradients and forward passes that somebody changes later."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +59,39 @@ class ReplacesGradients(DPTrainer):
         return loss
 
 
+class AddsToTheData(DPTrainer):
+    """What is written to `.data` leaves the counter of writes."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self.model.classifier.bias.grad.data[0] += 1e-3
+        return loss
+
+
+class AddsWhereTrainerClips(DPTrainer):
+    def _clip_grad_norm(self, model: Any) -> None:
+        model.classifier.bias.grad.data[0] += 1e-3
+
+
+class MixesFirstTokens(DPTrainer):
+    """The largest of a batch: the record that has it does not change."""
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        prepared = super()._prepare_inputs(inputs)
+        ids = prepared["input_ids"].clone()
+        ids[:, 0] = ids[:, 0].max()
+        return {**prepared, "input_ids": ids}
+
+
 def test_inputs_that_a_subclass_mixes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CollatorError, match="`input_ids`"):
         made(MixesInputs, tmp_path / "mixes").train()
+    with pytest.raises(CollatorError, match="`input_ids` of a record changes"):
+        made(MixesFirstTokens, tmp_path / "largest").train()
     made(MovesInputs, tmp_path / "moves").train()
 
 
-@pytest.mark.parametrize("kind", [AddsAfterTheNoise, ReplacesGradients])
+@pytest.mark.parametrize("kind", [AddsAfterTheNoise, ReplacesGradients, AddsToTheData, AddsWhereTrainerClips])
 def test_gradients_are_left_as_the_mechanism_wrote_them(tmp_path: Path, kind: type[DPTrainer]) -> None:
     with pytest.raises(RuntimeError, match="`training_step`"):
         made(kind, tmp_path).train()
@@ -110,6 +137,47 @@ def test_a_forward_method_that_comes_after_the_self_check_is_refused(tmp_path: P
 
     with pytest.raises(RuntimeError, match="`classifier`"):
         made(DPTrainer, tmp_path, callbacks=[Replaces()]).train()
+
+
+class Mixes(torch.nn.Module):
+    """No parameters, and no gradient that shows what it does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.detach().mean(0)
+
+
+def mix_backward(module: Any, inputs: tuple, outputs: tuple) -> tuple:
+    return tuple(None if g is None else g - g.mean(0, keepdim=True) for g in inputs)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "backward hook": lambda model: model.classifier.register_full_backward_hook(mix_backward),
+    "module": lambda model: setattr(model, "dropout", Mixes()),
+    "module of torch": lambda model: setattr(model, "dropout", torch.nn.BatchNorm1d(8, affine=False)),
+    "class": lambda model: setattr(model.dropout, "__class__", type("Mixing", (Mixes, torch.nn.Dropout), {})),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_couples_records_after_the_self_check_is_refused(tmp_path: Path, name: str) -> None:
+    class Changes(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            CHANGES[name](model)
+
+    with pytest.raises(RuntimeError, match="must run as it did"):
+        made(DPTrainer, tmp_path, callbacks=[Changes()]).train()
+    assert not (tmp_path / "_dp" / "ledger.jsonl").exists() or training.steps(tmp_path) == 0
+
+
+def test_a_method_of_a_class_that_is_replaced_after_the_self_check_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Patches(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            monkeypatch.setattr(torch.nn.Dropout, "forward", Mixes.forward)
+
+    with pytest.raises(RuntimeError, match="must run as it did"):
+        made(DPTrainer, tmp_path, callbacks=[Patches()]).train()
 
 
 def test_a_hook_that_was_there_is_checked_with_the_model(tmp_path: Path) -> None:

@@ -26,6 +26,12 @@ MUTANTS = (
         "tests/publishing/test_forged_cards.py::test_a_forged_card_is_caught[version: unknown, other words-0.1.0]",
     ),
     Mutant(
+        "weights in another format pass as those of the claim",
+        "publishing/verify.py",
+        (("if may_hold_weights(name)}", "if False}"),),
+        "tests/publishing/test_forged_cards.py::test_weights_in_another_format_have_no_claim[model.gguf]",
+    ),
+    Mutant(
         "an old card is compared with new words",
         "publishing/template_versions.py",
         (("return known[-1] if known else None", "return _folders()[-1]"),),

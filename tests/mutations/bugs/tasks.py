@@ -4,6 +4,18 @@ from tests.mutations.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "rows of one table that stand in a dataset several times count once",
+        "tasks/repeats.py",
+        (("key = buffers[0].address if buffers else (id(chunk), next(self._numbers))", "key = next(self._numbers)"),),
+        "tests/tasks/test_repeats.py::test_repeated_records_are_counted[concatenate_datasets]",
+    ),
+    Mutant(
+        "a collator spreads the largest number of a batch, and one record is looked at",
+        "tasks/collators.py",
+        (("enumerate(_turns(one, equal)):", "enumerate([(one, equal)]):"),),
+        "tests/trainer/test_late_changes.py::test_inputs_that_a_subclass_mixes_are_refused",
+    ),
+    Mutant(
         "the losses of an empty mask count",
         "tasks/losses.py",
         (("return losses if empty is None else losses.where(~empty, 0)", "return losses"),),

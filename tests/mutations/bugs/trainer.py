@@ -4,6 +4,12 @@ from tests.mutations.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "a record that stands in the training set ten times costs as much as one",
+        "trainer/data_guards.py",
+        (("if repeats > config.group_size and config.is_private:", "if False:"),),
+        "tests/tasks/test_repeats.py::test_a_repeated_record_is_refused_or_charged",
+    ),
+    Mutant(
         "a subclass of a private trainer brings a loss of the whole batch, and it is ignored",
         "trainer/training_run.py",
         (("type(self).compute_loss is not self.objective_of.compute_loss", "False"),),
@@ -195,11 +201,32 @@ MUTANTS = (
         "tests/trainer/test_attacks.py::test_a_callback_that_pushes_ahead_sees_filtered_entries",
     ),
     Mutant(
+        "what is written to the data of a gradient, after the noise, is released",
+        "trainer/guards.py",
+        (("        if probe is not None and not changed:", "        if False:"),),
+        "tests/trainer/test_late_changes.py::test_gradients_are_left_as_the_mechanism_wrote_them[AddsToTheData]",
+    ),
+    Mutant(
+        "backward hooks that come after the self-check mix records",
+        "trainer/guards.py",
+        ((', "_backward_pre_hooks", "_backward_hooks")', ")"),),
+        "tests/trainer/test_late_changes.py::test_what_couples_records_after_the_self_check_is_refused[backward hook]",
+    ),
+    Mutant(
+        "modules that come after the self-check mix records",
+        "trainer/guards.py",
+        (("for own in (module, type(module), type(module).forward):\n", "for own in ():\n"),),
+        "tests/trainer/test_late_changes.py::test_what_couples_records_after_the_self_check_is_refused[module]",
+    ),
+    Mutant(
         "a step without the mechanism",
         "trainer/guards.py",
         (
             ("        if released != 1 and now:", "        if False:"),
-            ("            if grad is not before or grad._version != version:", "            if False:"),
+            (
+                '        if changed:\n            raise RuntimeError(\n                f"`training_step`',
+                '        if False:\n            raise RuntimeError(\n                f"`training_step`',
+            ),
         ),
         "tests/trainer/test_attacks.py::test_a_step_that_leaves_the_mechanism_out_is_stopped",
     ),
