@@ -29,12 +29,21 @@ def quoted(text: str) -> list[str]:
     return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
 
 
+def anchors(text: str) -> set[str]:
+    """The names that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
 def missing_files(guide: Path, text: str) -> list[str]:
     """Links and file names in backticks that exist neither beside the guide, nor in the project or its package."""
     missing = []
-    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
-        if not (guide.parent / link).exists():
+    for link, _, heading in re.findall(r"\]\(([^)#:]*)(#([^)]*))?\)", text):
+        target = guide.parent / link if link else guide
+        if not target.exists():
             missing.append(link)
+        elif heading and heading not in anchors(target.read_text()):
+            missing.append(f"{link}#{heading}")
     for name in quoted(text):
         is_path = re.fullmatch(r"[\w./-]+(\.(py|md|json|jsonl|yaml|toml|svg)|/)", name)
         if not is_path or name.rpartition("/")[2] in WRITTEN:
@@ -59,6 +68,6 @@ def test_guide_names_what_exists(guide: Path) -> None:
 
 
 def test_wrong_names_are_found() -> None:
-    text = "Read `trainer/private.py` and [this](no/such.md), then call `Mechanism.no_such_step_here`."  # not in CODE
-    assert missing_files(ROOT / "CONTRIBUTING.md", text) == ["no/such.md", "trainer/private.py"]
+    text = "`trainer/private.py`, [this](no/such.md), [that](README.md#nowhere), `Mechanism.no_such_step_here`"
+    assert missing_files(ROOT / "CONTRIBUTING.md", text) == ["no/such.md", "README.md#nowhere", "trainer/private.py"]
     assert unknown_names(text.replace("no_such", "nosuch" + "_")) == ["Mechanism." + "nosuch_" + "_step_here"]
