@@ -107,8 +107,8 @@ class Comparison:
             if not bool((difference <= excused).all()):
                 worst = (difference / norms.clamp_min(1e-30)).max().item()
                 raise SelfCheckError(
-                    f"Records are not independent: gradients change by {worst:.2g} of their norm when a record is"
-                    f" taken {where}. Something in the model or the loss (a batch statistic, padding, routing) couples"
+                    f"Records are not independent: gradients change by {100 * worst:.2g} % of their norm when a"
+                    f" record is computed {where}. Something in the model or the loss (a batch statistic, padding, routing) couples"
                     " records. Remedy: `per_device_train_batch_size=1`, pad all records to one length, or another"
                     " model."
                 )
@@ -123,7 +123,7 @@ class Comparison:
         difference = ((one - two).abs() / (one.abs() + two.abs()).clamp_min(1e-12)).max().item()
         if not difference <= SAME_LOSS * self.coarse:
             raise SelfCheckError(
-                f"Records are not independent: losses change by {difference:.2g} of themselves when a record is taken"
+                f"Records are not independent: losses change by {100 * difference:.2g} % when a record is computed"
                 f" {where}. Something in the model or the loss (a mean over the batch, weights that are divided by"
                 " their sum, padding) couples records. Remedy: `per_device_train_batch_size=1`, or another loss."
             )
