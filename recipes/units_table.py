@@ -1,6 +1,7 @@
-"""Accuracy at a fixed epsilon, per turn and per conversation, by both samplings. Stop it at any time; the next start
-continues. Writes recipes/results/units.json, .md and .png. Takes about 20 minutes on one CPU thread, a third
-of them for the features.
+"""Accuracy at a fixed epsilon, per turn and per conversation, by both samplings.
+
+Stop it at any time; the next start continues. Writes recipes/results/units.json, .md and .png. Takes about 20 minutes
+on one CPU thread, a third of them for the features.
 
     HF_PRIVATE_DATA=data python recipes/units_table.py                       # runs what is missing
     HF_PRIVATE_DATA=data python recipes/units_table.py --minutes 10          # and stops after about 10 minutes

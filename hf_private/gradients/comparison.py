@@ -108,9 +108,9 @@ class Comparison:
                 worst = (difference / norms.clamp_min(1e-30)).max().item()
                 raise SelfCheckError(
                     f"Records are not independent: gradients change by {100 * worst:.2g} % of their norm when a"
-                    f" record is computed {where}. Something in the model or the loss (a batch statistic, padding, routing) couples"
-                    " records. Remedy: `per_device_train_batch_size=1`, pad all records to one length, or another"
-                    " model."
+                    f" record is computed {where}. Something in the model or the loss (a batch statistic, padding,"
+                    " routing) couples records. Remedy: `per_device_train_batch_size=1`, pad all records to one"
+                    " length, or another model."
                 )
 
     def _nudged(self, run: Run) -> Run:

@@ -216,7 +216,7 @@ class Spending:
         """
         path = self.folder / LEDGER
         if not self.writes and not path.is_file():
-            raise LedgerError(f"{path} is not on this machine: the first rank keeps it. Ask there what was spent.")
+            raise LedgerError(f"{path} is not on this machine: rank 0 keeps it. Call this on rank 0.")
         if self.run is not None and self.run.ledger is not None:
             return self.run.ledger
         return PrivacyLedger.read(path) if path.is_file() else self._closed

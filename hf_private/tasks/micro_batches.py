@@ -110,8 +110,8 @@ class LogicalCollator:
                     raise CollatorError(
                         f"`data_collator` must return one row for each record, got {shape[0]} rows of `{name}` for"
                         f" {len(records)} records. Do not pack or split records in it: cut the dataset into records"
-                        " that fit, and set `records_per_unit` to the largest number that one person then has. What"
-                        " records have different numbers of (images, say) needs `per_device_train_batch_size=1`."
+                        " that fit, and set `records_per_unit` to the largest number that one person then has. Records"
+                        " with different numbers of images need `per_device_train_batch_size=1`."
                     )
             refuse_unmarked_padding(records, batch)
         return batch

@@ -98,8 +98,8 @@ def example_batch(trainer: "LoadingMixin", batch_size: int, generator: torch.Gen
         )
     if len(examples) <= batch_size:
         raise ValueError(
-            f"`public_examples` must hold more than {batch_size} records, no two alike, got {len(examples)}: the"
-            " self-check compares batches of different ones. Add some."
+            f"`public_examples` must hold more than {batch_size} different records, got {len(examples)}: the"
+            " self-check compares batches of them. Add some."
         )
     seed = 0 if generator is None else generator.initial_seed()
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()

@@ -35,9 +35,9 @@ from .training_run import TrainingMixin
 class PrivateMixin(TrainingMixin):
     """Makes a Trainer class private: `class Mine(PrivateMixin, SomeTrainer)`, with nothing of SomeTrainer copied.
 
-    It takes the arguments of Trainer, and those of privacy that `DPTrainer` explains, and passes on others by keyword.
-    A class whose `compute_loss` is its own objective sets `objective_of` to that class, and returns from `create_loss`
-    the same objective with one value for each record.
+    It takes the arguments of Trainer and the privacy arguments that `DPTrainer` documents, and passes others on by
+    keyword. A class with an objective of its own in `compute_loss` sets `objective_of` to that class, and returns the
+    same objective from `create_loss`, with one value for each record.
     """
 
     # The class of `args`.
@@ -197,7 +197,7 @@ class PrivateMixin(TrainingMixin):
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: choosing the best of several private runs costs privacy that no single run accounts for."""
         raise NotImplementedError(
-            "`hyperparameter_search` cannot be combined with privacy: every trial spends, and so does choosing among"
-            " them. Tune on public data, or train each setting in its own output_dir and add them up (`hf-private"
-            " compose`)."
+            "`hyperparameter_search` cannot be combined with privacy: every trial spends budget, as does choosing"
+            " among them. Tune on public data, or train each setting in its own output_dir and add them up"
+            " (`hf-private compose`)."
         )

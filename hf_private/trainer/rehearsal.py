@@ -1,4 +1,4 @@
-"""A rehearsal: the whole of a run on made-up records, in a scratch folder. It charges nothing.
+"""A rehearsal: a whole run on made-up records, in a scratch folder. It charges nothing.
 
 It finds what would otherwise fail after money or privacy was spent: a model that is refused, a batch that does not fit
 into memory, a metric that fails, a folder that cannot be written.

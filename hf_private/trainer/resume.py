@@ -47,14 +47,14 @@ def is_complete(checkpoint: str | Path) -> bool:
 
 
 def last_checkpoint(output_dir: str | Path) -> str:
-    """The newest complete checkpoint; half-written ones, left by a killed run, are passed over."""
+    """The newest complete checkpoint; half-written ones, left by a killed run, are skipped."""
     numbered = {
         int(path.name[11:]): path for path in Path(output_dir).glob("checkpoint-*") if path.name[11:].isdigit()
     }
     for _, path in sorted(numbered.items(), reverse=True):
         if is_complete(path):
             return str(path)
-        logger.warning(f"{path} is incomplete: the run was interrupted while it was written. It is passed over.")
+        logger.warning(f"{path} is incomplete, because the run was interrupted while it was written. It is skipped.")
     raise ValueError(
         f"`resume_from_checkpoint` found no complete checkpoint in {str(output_dir)!r}. Start with train() instead:"
         " what was spent so far stays charged."
@@ -84,7 +84,7 @@ def check_layout(checkpoint: str | None, trainer: Trainer) -> None:
     wanted = f"FSDP2's {kind}" if kind else "a plain checkpoint"
     if found != wanted:
         raise ValueError(
-            f"`resume_from_checkpoint` must be {wanted} as this run is set up, got {found} in {checkpoint!r}. Resume"
+            f"`resume_from_checkpoint` must be {wanted} for this run, got {found} in {checkpoint!r}. Resume"
             " the way it was saved (fsdp_state_dict_type), on any number of ranks; or, unless it is in shards, load"
             " its weights with from_pretrained and start a new phase with train(): what was spent stays charged."
         )

@@ -16,10 +16,9 @@ class DPTrainer(PrivateMixin, Trainer):
             model's head; `labels` is a dict if there are several. It replaces `compute_loss`.
         anchor_dataset: Public records that span the subspace of `DPConfig.anchors`.
         public_examples: A few public records of the form of `train_dataset`, for the self-check at the start of
-            `train()`. By default it makes records up, which fails for what cannot be made up, such as file names.
-        continues: Folder or Hub repository whose privacy.json this run continues, beside that of the base model: for
-            an adapter from `PeftModel.from_pretrained`, which does not keep where it came from, also if that was this
-            output folder.
+            `train()`. By default, records are made up, which fails for content such as file names.
+        continues: Folder or Hub repository whose privacy.json this run continues, beside that of the base model.
+            Needed for an adapter from `PeftModel.from_pretrained`, because PEFT does not record its origin.
 
     `gradient_accumulation_steps` and `per_device_train_batch_size` change speed and memory only, once
     `DPConfig.expected_batch_size` is set. Epochs are counted in steps of that size: an epoch is ceil(n / B) steps.

@@ -112,7 +112,7 @@ def test_a_checkpoint_of_another_layout_is_refused_on_all_ranks(results: dict) -
             ("full, sharded", shards, full),
             ("plain, sharded", shards, plain),
         ]:
-            assert f"must be {wanted} as this run is set up, got {got}" in found[case]
+            assert f"must be {wanted} for this run, got {got}" in found[case]
         assert "sharded by `distributed_config`" in found["at load"]
         assert "`load_best_model_at_end` cannot be combined" in found["best"]
 
