@@ -1,5 +1,7 @@
 """When do carriers beat the full gradient? A prediction from residual and noise, before a run.
 
+    python recipes/prediction.py recipes/results/residuals.json --measured_at 0.54 1000 --noise 2.43 500 --steps 30
+
 A step is as good as its direction. Let g be the mean clipped gradient of the targeted weights, to which BK adds noise
 of standard deviation nu = sigma C / B on pd numbers. The expected squared cosine of the step with g is
 
@@ -18,8 +20,12 @@ refresh make up for some of what each leaves out, which favours carriers. Neithe
 rescaling: take the verdict as a sign, and a difference of a tenth as none.
 """
 
+import argparse
+import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
 
 
 @dataclass(frozen=True)
@@ -72,3 +78,37 @@ def noise_to_signal(
     4.0
     """
     return (noise_multiplier * clip_norm / expected_batch_size) ** 2 * numbers / signal**2
+
+
+def at_other_noise(rows: list[dict], measured: tuple[float, float], noise: tuple[float, float], steps: int = 1) -> str:
+    """A table of what residuals.py measured, for another noise multiplier and batch size.
+
+    Each source was measured along a run of its own, so noise to signal and gain are the medians over all of them.
+    `steps` averages the noise over that many, as if the gradient kept its direction: what a whole run could reach.
+    """
+    ratio = (noise[0] / noise[1]) / (measured[0] / measured[1])
+    x = ratio**2 / steps * median(row["noise_to_signal"] for row in rows)
+    gain = median(row["gain"] for row in rows)
+    lines = ["| source | kept | needed | cosine | cosine of BK | ratio |", "| --- | --- | --- | --- | --- | --- |"]
+    for row in rows:
+        regime = Regime(x, row["dimensions"], gain)
+        carriers, full = regime.carriers(row["kept"]), regime.full()
+        cells = (row["kept"], regime.needed, carriers, full, carriers / full)
+        lines.append(f"| {row['source']} | " + " | ".join(f"{cell:.2f}" for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("residuals", type=Path, help="the .json of residuals.py")
+    pair = {"type": float, "nargs": 2, "metavar": ("SIGMA", "BATCH"), "required": True}
+    parser.add_argument("--measured_at", **pair, help="noise multiplier and batch size of that measurement")
+    parser.add_argument("--noise", **pair, help="those of the run that is planned")
+    parser.add_argument("--steps", type=int, default=1, help="average the noise over the steps of a run")
+    options = parser.parse_args(argv)
+    rows = json.loads(options.residuals.read_text())
+    print(at_other_noise(rows, options.measured_at, options.noise, options.steps))
+
+
+if __name__ == "__main__":
+    main()

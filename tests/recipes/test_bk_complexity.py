@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from bk_complexity import MODELS, Layer, operations, paper_forms, rows, we_form
+from bk_complexity import MODELS, Layer, operations, paper_forms, rows, scratch, we_form
 
 from hf_private.gradients.persample import Gram, Outer
 
@@ -32,3 +32,9 @@ def test_ours_forms_wherever_the_paper_does():
     for row in rows():
         assert row["we_form"] >= row["paper_forms"]
         assert row["speed"]["this library"] >= row["speed"]["BK-MixOpt"] - 1e-9
+
+
+def test_the_memory_of_resnet18_is_that_of_the_papers_table_4():
+    grams, formed, mixed, _ = scratch()["all"]
+    assert (round(grams / 1e6), round(formed / 1e6, 1), round(mixed / 1e6, 1)) == (399, 11.5, 1.0)
+    assert scratch()["conv1"][:2] == (2 * 112**4, 64 * 147)
