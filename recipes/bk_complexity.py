@@ -154,9 +154,9 @@ def main(argv: list[str] | None = None) -> None:
         "",
         "## Memory for the norms of one record: ResNet18, 224 x 224 (Table 4)",
         "",
-        "In thousands of numbers. The sums of the paper are 399M, 11.5M and, mixed, 1.0M. Our rule forms more gradients"
-        " where T lies between 0.4 and 0.7 of the width (here conv4_x): it then need not keep the activations, which"
-        " are about as large.",
+        "In thousands of numbers. The sums of the paper are 399M, 11.5M and, mixed, 1.0M. Our rule forms more"
+        " gradients where T lies between 0.4 and 0.7 of the width (here conv4_x): it then need not keep the"
+        " activations, which are about as large.",
         "",
         "| layers | Gram matrices, 2T² | gradients, pd | by the paper's rule | by ours |",
         "| --- | ---: | ---: | ---: | ---: |",
