@@ -5,7 +5,7 @@
 
 Embeddings and lower layers are frozen and without dropout, so their outputs never change: they are computed once, and
 the runs train what is above them. This is exact, and the same for all methods. Texts of the held-out records do not
-occur in the training data. A run that is done is not run again; the same command continues.
+occur in the training data. A run that is done is not run again; the same command continues, also beside itself.
 
 Pairing: methods are scored on the same records, so the standard error of a difference comes from the records that only
 one of them gets right. It does not hold the noise of training, which is drawn anew in every run: that shows in the
@@ -18,6 +18,7 @@ import gc
 import hashlib
 import itertools
 import json
+import os
 import shutil
 import statistics
 import time
@@ -266,6 +267,15 @@ def finished(plan: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return tried | of(table_of(plan, tried))
 
 
+def running(file: Path) -> bool:
+    """Whether another process, whose number the file holds, still works on a run."""
+    try:
+        os.kill(int(file.read_text()), 0)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def bits(result: dict[str, Any]) -> np.ndarray:
     return np.unpackbits(np.frombuffer(base64.b64decode(result["right"]), np.uint8))[: result["records"]].astype(float)
 
@@ -330,16 +340,25 @@ def main(argv: list[str] | None = None) -> int:
         done = finished(plan)  # runs may go on in other processes
         cells = search(plan) if options.only != "table" else []
         cells += table_of(plan, done) if options.only != "search" else []
-        missing = [c for c in cells if c.name not in done and (not options.methods or c.method in options.methods)]
+        missing = [
+            cell
+            for cell in cells
+            if cell.name not in done
+            and (not options.methods or cell.method in options.methods)
+            and not running(folder / f"{cell.name}.pid")
+        ]
         if done:
             results.with_suffix(".json").write_text(json.dumps(list(done.values()), indent=1) + "\n")
             results.with_suffix(".md").write_text(markdown(plan, options.config, done))
         if not missing or count == options.limit:
             return 0
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{missing[0].name}.pid").write_text(str(os.getpid()))
         data, count = data or corpus(plan, Path(plan.get("corpus", folder))), count + 1
         result = run(plan, missing[0], data, folder)
         print(f"{result['name']}: {100 * result['accuracy']:.2f} % in {result['cpu_minutes']} CPU minutes", flush=True)
         (folder / f"{result['name']}.json").write_text(json.dumps(result))
+        (folder / f"{result['name']}.pid").unlink()
         gc.collect()
 
 
