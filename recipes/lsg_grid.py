@@ -119,10 +119,10 @@ def main(argv: list[str] | None = None) -> None:
     text = [
         "# Rank and sparsity of LSG",
         "",
-        f"`python recipes/lsg_grid.py`: an MLP of width {WIDTH}, pretrained on drawn numerals ({before:.1f} % on the"
-        f" test digits) and fine-tuned on {TRAIN} digits, epsilon {options.epsilon:g} at delta {DELTA:g}, {STEPS} steps"
-        f" of {BATCH}, noise multiplier {sigma:.2f}, {options.runs} runs. Test accuracy in percent"
-        f" ({len(y) - TRAIN} images) at the best of the rates {', '.join(f'{rate:g}' for rate in RATES)}, chosen by it.",
+        f"`python recipes/lsg_grid.py`: an MLP of width {WIDTH}, pretrained on drawn numerals ({before:.1f} % of the"
+        f" digits) and fine-tuned on {TRAIN} digits, epsilon {options.epsilon:g} at delta {DELTA:g}, {STEPS} batches"
+        f" of {BATCH}, noise multiplier {sigma:.2f}, {options.runs} runs. Test accuracy in percent, on"
+        f" {len(y) - TRAIN} images, at the best of the rates {', '.join(map(str, RATES))}, chosen by it.",
         "",
         "| p | " + " | ".join(f"r = {rank or 'full'}" for rank in RANKS) + " |",
         "| --- " * (len(RANKS) + 1) + "|",
