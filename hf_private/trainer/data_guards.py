@@ -1,5 +1,6 @@
 """Checks of the data before the first charge, made-up batches, and a guard against evaluation on training records."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -8,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
+from hf_private.gradients.selfcheck import Loss
+from hf_private.gradients.undisturbed import undisturbed
 from hf_private.tasks.collators import check_collator
 from hf_private.tasks.dataset_check import check_dataset
 from hf_private.tasks.heads import base_model, head_of
 from hf_private.tasks.limits import limits_of
-from hf_private.tasks.losses import LABEL_NAMES
+from hf_private.tasks.losses import LABEL_NAMES, PerSampleLoss
 from hf_private.tasks.made_up import ranges_of, sample, schema_of
 from hf_private.tasks.micro_batches import LogicalCollator
 from hf_private.tasks.repeats import most_repeats
@@ -56,6 +59,36 @@ def _check_repeats(trainer: "LoadingMixin") -> None:
             " and train for more steps or weigh classes in `per_sample_loss`; or charge for it with"
             f" DPConfig(records_per_unit={repeats}). Nothing was charged."
         )
+
+
+def try_records(trainer: "LoadingMixin", model: nn.Module, loss: Loss) -> None:
+    """Compute the loss of two training records, and drop it: what the model cannot take would fail after a charge.
+
+    The error names fields, types and shapes. Of other errors than ValueError only the kind is told, as torch quotes
+    labels.
+    """
+    if not trainer.dp_config.check_dataset:
+        return
+    dataset, collator = trainer._without_unused_columns(trainer.train_dataset, "training")
+    batch: Any = {}
+    try:
+        batch = collator(copy.deepcopy(sample(dataset, min(2, trainer.args.per_device_train_batch_size))))
+        if isinstance(loss, PerSampleLoss):
+            batch = loss.checked(model, batch)
+        with undisturbed(model), torch.no_grad():
+            model.eval()
+            loss(model, trainer._prepare_inputs(batch))
+    except Exception as error:
+        got = str(error).strip().rstrip(".") if isinstance(error, ValueError) else type(error).__name__
+        fields = [f"{k} {str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}" for k, x in batch.items() if _sized(x)]
+        raise ValueError(
+            f"`train_dataset` must hold records that the model takes, got an error for two: {got}. Their batch:"
+            f" {', '.join(fields) or 'none'}. Nothing was charged. (`DPConfig(check_dataset=False)` skips this.)"
+        ) from None
+
+
+def _sized(x: Any) -> bool:
+    return hasattr(x, "dtype") and hasattr(x, "shape")
 
 
 def _as_batch(trainer: "LoadingMixin", logical: LogicalCollator) -> Callable[[list[Any]], Any]:

@@ -32,7 +32,7 @@ class MadeUpRecords(Sequence):
         dataset: The dataset whose schema they have. Only a few of its records are read, and their content is not kept.
         model: The model whose vocabulary and classes they are drawn from.
         size: Number of records; that of the dataset by default.
-        first: Seed of the first record. Other seeds give other records, for evaluation.
+        first: Seed of the first record, below 2^32: torch takes no more bits. Other seeds give other records.
     """
 
     def __init__(self, dataset: Any, model: torch.nn.Module, size: int | None = None, first: int = 0) -> None:
@@ -87,7 +87,7 @@ def _twin(trainer: "PrivateMixin", folder: str, steps: int) -> "PrivateMixin":
         train_dataset = MadeUpRecords(trainer.train_dataset, model)
         held_out = None
         if trainer.eval_dataset is not None:
-            held_out = MadeUpRecords(trainer.train_dataset, model, EVALUATED, first=2**40)
+            held_out = MadeUpRecords(trainer.train_dataset, model, EVALUATED, first=2**31)
     except UnknownSchemaError as error:
         raise ValueError(
             f"`train_dataset` cannot be made up: {error}. Rehearse with records of simple types."

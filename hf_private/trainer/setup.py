@@ -16,6 +16,8 @@ from hf_private.randomness import Key
 from hf_private.tasks.packed_weights import keep_unpacked
 from hf_private.tasks.unit_loss import CHECKED_ROWS, Loss, MakeBatch, UnitLoss, made_up_units
 
+from .data_guards import try_records
+
 if TYPE_CHECKING:
     from .training_run import TrainingMixin
 
@@ -49,6 +51,7 @@ def build_mechanism(
     for checked, make_batch in checks:
         args = (model, checked, make_batch, meet, clipping.clip_norm, clipping.gamma, clipping.group_of)
         logger.info(run_collectively(ranks, model, self_check, *args))
+    run_collectively(ranks, model, try_records, trainer, model, loss)
     noise = NoiseSource(config.noise, keys.noise)
     run = trainer.provenance.open_run(
         sample_rate,

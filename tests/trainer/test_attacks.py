@@ -1,6 +1,7 @@
 """Attacks on the guarantee, and mistakes that would cost budget: each is refused, before anything is charged."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, SequentialSampler, Subset
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
+from transformers import DataCollatorWithPadding, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
 
 from hf_private.config import DPConfig
 from hf_private.trainer.fingerprints import TrainingRecords
@@ -69,8 +70,6 @@ def test_a_collator_with_a_seed_of_its_own_is_refused(tmp_path: Path) -> None:
 
 
 def test_untokenized_text_is_told(tmp_path: Path) -> None:
-    from transformers import DataCollatorWithPadding
-
     records = [{"text": f"secret {i}", "labels": i % 2} for i in range(40)]
     made = training.trainer(
         tmp_path, records=records, data_collator=DataCollatorWithPadding(tokenizer()), remove_unused_columns=False
@@ -142,6 +141,27 @@ class Truncating(training.Padding):
 def test_what_the_collator_repairs_is_no_mistake(tmp_path: Path) -> None:
     for dataset in (spoiled("input_ids", [5] * 30), datasets.Dataset.from_list(spoiled("input_ids", [5] * 30))):
         training.trainer(tmp_path, records=dataset, data_collator=Truncating(), max_steps=1).train()
+
+
+WRONG: dict[str, tuple[Callable[[dict], dict], str, str]] = {  # what is done to a record, the model, what is told
+    "float tokens": (lambda r: {**r, "input_ids": [*map(float, r["input_ids"])]}, "bert", "input_ids float32"),
+    "float classes": (lambda r: {**r, "labels": float(r["labels"])}, "bert", "`labels`.*labels float32"),
+    "no labels": (lambda r: {"input_ids": r["input_ids"]}, "bert", "must hold labels"),
+    "another size": (lambda r: {**r, "pixel_values": torch.zeros(3, 40, 40)}, "vit", r"\(2, 3, 40, 40\)"),
+    "no colours": (lambda r: {**r, "pixel_values": torch.zeros(1, 12, 12)}, "vit", r"\(2, 1, 12, 12\)"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_records_that_the_model_cannot_take_cost_nothing(tmp_path: Path, name: str) -> None:
+    change, model, message = WRONG[name]
+    records = [change(record) for record in (training.images() if model == "vit" else training.text())]
+    padding = training.Padding() if "labels" in records[0] else DataCollatorWithPadding(tokenizer())
+    collator = None if model == "vit" else padding
+    made = training.trainer(tmp_path, zoo.small(model), records, data_collator=collator)
+    with pytest.raises(ValueError, match=f"`train_dataset` must hold records that the model takes.*{message}"):
+        made.train()
+    assert charged(tmp_path) == 0
 
 
 @pytest.mark.parametrize(

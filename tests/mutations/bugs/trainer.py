@@ -4,6 +4,18 @@ from tests.mutations.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "records that the model cannot take are charged",
+        "trainer/setup.py",
+        (("    run_collectively(ranks, model, try_records, trainer, model, loss)\n", ""),),
+        "tests/trainer/test_attacks.py::test_records_that_the_model_cannot_take_cost_nothing",
+    ),
+    Mutant(
+        "a rehearsal evaluates on the records that it trains on",
+        "trainer/rehearsal.py",
+        (("first=2**31", "first=2**40"),),
+        "tests/trainer/test_attacks.py::test_a_rehearsal_runs_everything_and_charges_nothing",
+    ),
+    Mutant(
         "a record that stands in the training set ten times costs as much as one",
         "trainer/data_guards.py",
         (("if repeats > config.group_size and config.is_private:", "if False:"),),
