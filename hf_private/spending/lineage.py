@@ -106,10 +106,9 @@ def _statement_of_origin(config: Any, settled: bool) -> tuple[Statement | None, 
 
 def _named(continues: str | Path) -> Statement:
     try:
-        path = Path(continues, STATEMENT) if os.path.isdir(continues) else statement_on_hub(str(continues))
+        statement = _read(Path(continues, STATEMENT) if os.path.isdir(continues) else statement_on_hub(str(continues)))
     except ConnectionError as error:
         raise unknown_cost(f"`continues` = {str(continues)!r} cannot be read ({error})") from error
-    statement = _read(path)
     if statement is None:
         raise unknown_cost(f"`continues` = {str(continues)!r} has no {STATEMENT}")
     return statement
@@ -120,9 +119,8 @@ def _read(path: Path | None) -> Statement | None:
         return None
     try:
         statement = json.loads(path.read_text())
-        for cost in all_costs(statement):
-            if cost != UNKNOWN:
-                events_of(cost)
+        for cost in [one for one in all_costs(statement) if one != UNKNOWN]:
+            events_of(cost)  # raises an error for what cannot be charged
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise unknown_cost(f"{str(path)!r} cannot be read ({error!r})") from error
     return statement

@@ -33,8 +33,7 @@ class Training:
         """The ledger so far, with the runs that its folder's statement charges by now."""
         statement = self.spending.statement() if self.ended is None else self.ended
         events = [Event.from_dict(event) for event in statement["ledger"]["events"]]
-        private = not not_private(events, statement["runs"])
-        return {**statement, "private": private, "tuning": self.spending.tuning}
+        return {**statement, "private": not not_private(events, statement["runs"]), "tuning": self.spending.tuning}
 
 
 class Known(NamedTuple):
