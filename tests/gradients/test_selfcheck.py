@@ -276,7 +276,7 @@ def test_models_in_which_padding_moves_gradients_are_refused_in_any_precision(na
             p.add_(0.1 * torch.randn_like(p))
     for p in (p for name, p in model.named_parameters() if "conv_" in name):
         p.requires_grad_(False)
-    with pytest.raises(SelfCheckError, match="without padding"):
+    with pytest.raises(SelfCheckError, match=COUPLES):
         check(model.to(dtype))
 
 
@@ -305,7 +305,7 @@ def test_a_change_of_direction_is_seen(dtype):
     torch.nn.init.zeros_(model.classifier.weight)
     for name, p in model.named_parameters():
         p.requires_grad_("classifier" in name)
-    with pytest.raises(SelfCheckError, match="gradients change"):
+    with pytest.raises(SelfCheckError, match=COUPLES):
         check(model, turned)
 
 
@@ -321,7 +321,7 @@ def test_rounding_of_tiny_gradients_is_no_coupling():
     """In a record of two tokens, the queries' gradient is 0 but for rounding."""
     model = lora_llama()
     assert "exact" in check(model)
-    with pytest.raises(SelfCheckError, match="gradients change"):  # AUTO-S with such a gamma would scale it up
+    with pytest.raises(SelfCheckError, match=COUPLES):  # AUTO-S with such a gamma would scale it up
         check(model, gamma=1e-12)
 
 
@@ -338,7 +338,7 @@ def test_tiny_gradients_are_compared_down_to_the_floor(scale):
         return scale * turned(model, batch)
 
     if scale > 1e-8:
-        with pytest.raises(SelfCheckError, match="gradients change"):
+        with pytest.raises(SelfCheckError, match=COUPLES):
             check(model, tiny, gamma=0.01)
     else:
         assert "exact" in check(model, tiny, gamma=0.01)
@@ -375,7 +375,7 @@ def test_a_layer_with_a_tiny_gradient_is_compared_by_itself_if_it_is_clipped_by_
         return each(first, batch["labels"]) + faint - faint.detach()
 
     assert "exact" in self_check(Heads(), loss, made)
-    with pytest.raises(SelfCheckError, match="gradients change"):
+    with pytest.raises(SelfCheckError, match=COUPLES):
         self_check(Heads(), loss, made, group_of=lambda name: name.rpartition(".")[0])
 
 
@@ -475,7 +475,7 @@ def test_passes_are_counted():
 def test_it_says_that_it_runs(capsys):
     model, _ = zoo.build("bert", torch.float32)
     check(model, records_meet=False)
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    assert "Checking per-sample gradients" in capsys.readouterr().err  # how often it is drawn depends on the machine
 
 
 def test_lora_on_experts_passes():

@@ -89,5 +89,5 @@ def test_waves_whose_padding_counts_are_refused(tmp_path: Path) -> None:
     made = synthetic_batch(model, 12, 7, torch.Generator().manual_seed(3))
     records = [{key: x[n] for key, x in made.items()} for n in range(12)]
     run = training.trainer(tmp_path, model, records, data_collator=hf.default_data_collator)
-    with pytest.raises(RuntimeError, match="not independent"):
+    with pytest.raises(RuntimeError, match="`per_device_train_batch_size=1`"):
         run.train()
