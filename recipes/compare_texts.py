@@ -1,4 +1,4 @@
-"""How synthetic text compares with private text: NOT PRIVATE, for the screen of whoever holds the data.
+"""Compare synthetic text with private text. The output is NOT PRIVATE: only the data holder may see it.
 
     python recipes/compare_texts.py outputs/synthetic/synthetic --private_file notes.jsonl --test_file other.jsonl \\
         --text_column note --label_column ward

@@ -1,4 +1,4 @@
-"""Where a private step waits for its device, and what it copies: counted on an accelerator emulated in Python.
+"""Count where a private step waits for its device, and what it copies, on an accelerator emulated in Python.
 
     PYTHONPATH=. python recipes/devices.py                  # this code
     PYTHONPATH=../old python recipes/devices.py --as before # another version of it, for comparison

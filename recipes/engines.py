@@ -1,4 +1,4 @@
-"""What the benchmark compares: models, batches, and engines. An engine prepares a model and returns one step.
+"""Models, batches and engines of the benchmark. An engine prepares a model and returns one step.
 
 A step is a forward and a backward pass; private engines also clip and sum, without noise and optimizer. The engines of
 other libraries are in peers.py.

@@ -1,11 +1,11 @@
-"""Which architectures of the installed transformers are exact: every one, tiny, against a loop of plain autograd.
+"""Compare every architecture of the installed transformers, in a tiny size, with a loop of plain autograd.
 
     python recipes/families.py                    # all; goes on where it was stopped
     python recipes/families.py --only mixtral t5  # some, measured again
     python recipes/families.py --report           # the tables alone, from what was measured
 
 Each model type is built with each of its heads (`architectures.py`) in float64, trained in full and with LoRA. At
-several numbers of records B and lengths T, of most of which B divides T, norms and weighted sums of the engine are
+several numbers of records B and lengths T (in most of them B divides T), norms and weighted sums of the engine are
 compared with those of one record at a time. What is exact is then put through the self-check, once per type. Results:
 `results/families.json`, and `results/families.md`.
 """

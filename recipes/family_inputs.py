@@ -1,4 +1,4 @@
-"""Records for any of the heads of `architectures.py`: ids, pixels or sound, whatever a model takes."""
+"""Made-up records for all heads of `architectures.py`: ids, pixels or sound."""
 
 import inspect
 from typing import Any

@@ -1,4 +1,4 @@
-"""Growth of the cost of a private step with length, batch, width, depth, rank, accumulation and dataset size.
+"""Measure how the cost of a private step grows with length, batch, width, depth, rank, accumulation and dataset size.
 
     python recipes/growth.py                   # make growth
     python recipes/growth.py --axes length width --rounds 5

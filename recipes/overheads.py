@@ -1,4 +1,4 @@
-"""Costs of privacy other than clipping: sampling, noise, ledger, accounting and logging, as shares of a step.
+"""Measure costs of privacy other than clipping: sampling, noise, ledger, accounting and logging, as shares of a step.
 
     HF_PRIVATE_DATA=path/to/data python recipes/overheads.py --config recipes/configs/sst2_minilm.yaml --max_steps 4
     python recipes/overheads.py --config recipes/configs/sst2_minilm.yaml --methods bk --max_steps 4 --noise fast

@@ -1,4 +1,4 @@
-"""When do carriers beat the full gradient? A prediction from residual and noise, before a run.
+"""Predict from residual and noise whether carriers beat the full gradient, before a run.
 
     python recipes/prediction.py recipes/results/residuals.json --measured_at 0.54 1000 --noise 2.43 500 --steps 30
 

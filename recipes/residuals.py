@@ -1,4 +1,4 @@
-"""How much of the gradient do carriers miss, by source, and do they pay? Printed before a run is paid for.
+"""Measure how much of the gradient carriers miss, by source, before any budget is spent on a run.
 
     python recipes/residuals.py                                         # a tiny BERT on made-up records, seconds
     HF_PRIVATE_DATA=path/to/data python recipes/residuals.py --config recipes/configs/sst2_minilm.yaml \\

@@ -1,4 +1,4 @@
-"""What the recipes share: applying a method to a model, training, and saving the results."""
+"""Shared parts of the recipes: applying a method to a model, training, and saving the results."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""A free diagnosis of a private run that learns nothing: its twin without noise, on records that need no protection.
+"""Diagnose a private run that learns nothing: train its twin without noise, on records that need no protection.
 
     python recipes/glue.py --config recipes/configs/sst2_minilm.yaml --method bk --twin made-up --output_dir outputs/t
 
