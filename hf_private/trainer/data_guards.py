@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from .loading import LoadingMixin
 
 
+EXAMPLES = 16  # public ones that are collated together
+
+
 def main_input(model: nn.Module) -> str:
     """Name of a model's main input."""
     return getattr(base_model(model), "main_input_name", "input_ids")
@@ -122,7 +125,10 @@ def public_batch(
 
 
 def example_batch(trainer: "LoadingMixin", batch_size: int, generator: torch.Generator | None) -> dict[str, Tensor]:
-    """Some of `public_examples`, in a batch of the trainer's collator; others for another generator."""
+    """Some of `public_examples`, in a batch of the trainer's collator; others for another generator.
+
+    All batches are rows of one, so that they have one width and their records can be exchanged.
+    """
     examples: Any = trainer.public_examples
     if examples is trainer.train_dataset:
         raise ValueError(
@@ -135,9 +141,11 @@ def example_batch(trainer: "LoadingMixin", batch_size: int, generator: torch.Gen
             " self-check compares batches of them. Add some."
         )
     seed = 0 if generator is None else generator.initial_seed()
-    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
+    pool = [examples[n] for n in range(min(len(examples), max(EXAMPLES, batch_size + 1)))]
+    rows = torch.randperm(len(pool), generator=torch.Generator().manual_seed(seed))[:batch_size]
     collator = trainer._get_collator_with_removed_columns(trainer.training_collator, description="public")
-    return _tensors(trainer, collator([examples[i] for i in order[:batch_size]]))
+    batch = _tensors(trainer, collator(pool))
+    return {name: value[rows.to(value.device)] for name, value in batch.items()}
 
 
 def _tensors(trainer: "LoadingMixin", batch: Any) -> dict[str, Tensor]:

@@ -121,3 +121,13 @@ def test_examples_that_are_private_or_too_few_are_refused(tmp_path: Path, exampl
     made = training.trainer(tmp_path, zoo.small("bert"), records, public_examples=given)
     with pytest.raises(ValueError, match="`public_examples`"):
         made.train()
+
+
+def test_public_texts_of_different_lengths_are_compared(tmp_path: Path) -> None:
+    """Batches of other examples have another width by themselves."""
+    examples = [
+        *training.text(seed=7)[:9],
+        *[{**record, "input_ids": [7] * 16} for record in training.text(seed=8)[:1]],
+    ]
+    training.trainer(tmp_path, public_examples=examples, max_steps=1).train()
+    assert training.steps(tmp_path) == 1
