@@ -23,6 +23,7 @@ from hf_private.spending.stated_unit import refuse_other_units
 from hf_private.tasks.heads import base_model
 
 from .resume import check_checkpoint
+from .saved_texts import changed_texts, saved_texts
 
 if TYPE_CHECKING:
     from .publishing import PublishingMixin
@@ -49,6 +50,8 @@ class Provenance:
         self.trainer = trainer
         self.post_processing: list[str] = []
         self.fingerprints: Fingerprints | None = None  # of the last run that has changed the weights
+        self._texts: dict[str, Any] = {}  # settings and vocabulary when the last run began
+        self._written: set[str] | None = None  # which of them it has changed; None while it runs
         self._training: Training | None = None
         self._taken_over: list[Training] = []
         self._loaded = False
@@ -89,6 +92,7 @@ class Provenance:
 
     def _end_fingerprints(self) -> None:
         assert self.fingerprints is not None, "a run begins with them"
+        self._written = self._changed_texts()
         self.check_update()
         to_eval = getattr(self.trainer.optimizer, "eval", None)  # schedule-free optimizers keep two sets of weights
         if callable(to_eval):
@@ -140,6 +144,7 @@ class Provenance:
         if not spending.writes:
             self._held.enter_context(spending.follow(plan))
         self.fingerprints = Fingerprints(self.model)
+        self._texts, self._written = saved_texts(self.model, self.trainer.processing_class), None
         assert spending.run is not None, "it was opened just now"
         return spending.run
 
@@ -195,9 +200,20 @@ class Provenance:
         else:
             self._check_weights()
 
+    def _changed_texts(self) -> set[str]:
+        return changed_texts(self._texts, saved_texts(self.model, self.trainer.processing_class))
+
     def _check_weights(self) -> None:
         if self.fingerprints is None:
             return
+        texts = self._changed_texts() if self._texts else set()
+        written = texts if self._written is None else texts & self._written
+        if written:
+            raise LedgerError(
+                f"`{min(written)}` was changed while training ran: what a forward pass or a collator writes there"
+                " would publish training data without noise. Nothing was saved. Set it before `train()`, or set it"
+                " back."
+            )
         buffer = self.fingerprints.changed_buffer(self.model)
         if buffer is not None:
             raise LedgerError(

@@ -17,6 +17,7 @@ from hf_private.spending.ledger import LedgerError
 from hf_private.spending.statement import build_statement, read_statement
 from hf_private.trainer.trainer import DPTrainer
 from tests.support import training, zoo
+from tests.tasks.test_collators import tokenizer
 
 quick = pytest.mark.usefixtures("quick_cards")
 LORA = {"r": 2, "target_modules": ["query", "value"], "task_type": "SEQ_CLS"}
@@ -333,6 +334,60 @@ def test_a_buffer_that_stays_is_saved(tmp_path: Path) -> None:
     made.model.half()
     assert_refused(made, tmp_path / "out")
     made.declare_post_processing("dtype")
+    made.save_model(str(tmp_path / "out"))
+    assert steps(tmp_path / "out") == 4
+
+
+# ---- what is saved beside weights
+
+
+class Noting(BertForSequenceClassification):
+    """Notes in its config what it has seen; config.json is saved and pushed."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None, **rest: Any) -> Any:
+        if input_ids.shape[1] > LENGTH:
+            self.config.seen = input_ids[0].tolist()
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **rest)
+
+
+class Adding(training.Padding):
+    """Adds the words of its records to a tokenizer."""
+
+    def __init__(self, words: Any) -> None:
+        self.words = words
+
+    def __call__(self, records: list[dict[str, Any]]) -> dict[str, Tensor]:
+        self.words.add_tokens([f"secret{record['input_ids'][-1]}" for record in records])
+        return super().__call__(records)
+
+
+@quick
+@pytest.mark.parametrize("save", [{}, {"save_strategy": "steps", "save_steps": 1}], ids=["at the end", "during"])
+@pytest.mark.parametrize("where", ["config.seen", "processing_class"])
+def test_data_in_settings_or_a_vocabulary_is_not_saved(tmp_path: Path, where: str, save: dict) -> None:
+    records = [{"input_ids": [*range(5, 17), 20 + i], "labels": i % 2} for i in range(30)]
+    words = tokenizer()
+    settings: dict[str, Any] = {"model": Noting(zoo.small("bert").config)}
+    if where == "processing_class":
+        settings = {"data_collator": Adding(words), "processing_class": words}
+    made = training.trainer(tmp_path, records=records, dp={"expected_batch_size": 20}, **settings, **save)
+    if save:
+        with pytest.raises(LedgerError, match=f"`{where}` was changed while training ran"):
+            made.train()
+    else:
+        made.train()
+        assert_refused(made, tmp_path / "out", f"`{where}` was changed while training ran")
+    assert not list(tmp_path.rglob("config.json")) and not list(tmp_path.rglob("tokenizer.json"))
+
+
+@quick
+def test_settings_may_change_before_and_after_a_run(tmp_path: Path) -> None:
+    words = tokenizer()
+    made = training.trainer(tmp_path / "run", processing_class=words)
+    made.model.config.note = "before"
+    made.train()
+    made.model.config.id2label = {0: "no", 1: "yes"}
+    words.add_tokens(["public"])
     made.save_model(str(tmp_path / "out"))
     assert steps(tmp_path / "out") == 4
 

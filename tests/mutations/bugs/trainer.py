@@ -4,6 +4,12 @@ from tests.mutations.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "records that a forward pass notes in the config, or a collator in the vocabulary, are saved",
+        "trainer/provenance.py",
+        (("        if written:\n", "        if False:\n"),),
+        "tests/spending/test_bound_to_weights.py::test_data_in_settings_or_a_vocabulary_is_not_saved",
+    ),
+    Mutant(
         "records that the model cannot take are charged",
         "trainer/setup.py",
         (("    run_collectively(ranks, model, try_records, trainer, model, loss)\n", ""),),
