@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .methods.gep.config import AnchorConfig
     from .publishing.verify import verify
     from .spending.ledger import PrivacyLedger
+    from .tasks.pooling import read_by_mean
     from .trainer.callbacks import PrivacyCallback
     from .trainer.seq2seq import DPSeq2SeqTrainer
     from .trainer.trainer import DPTrainer
@@ -34,6 +35,7 @@ __all__ = [
     "PrivacyCallback",
     "PrivacyLedger",
     "calibrate",
+    "read_by_mean",
     "verify",
 ]
 
@@ -47,6 +49,7 @@ _MODULES = {
     "PrivacyCallback": "trainer.callbacks",
     "PrivacyLedger": "spending.ledger",
     "calibrate": "accounting.budget",
+    "read_by_mean": "tasks.pooling",
     "verify": "publishing.verify",
 }
 

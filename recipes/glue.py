@@ -26,7 +26,6 @@ import twin
 from data import model_path, split_off
 from datasets import Dataset, DatasetInfo
 from options import PUBLIC, RecipeOptions, parse
-from pooling import read_by_mean
 from public_text import public_sentences
 from training import RecipeTrainer, finish, train, with_method
 from transformers import (
@@ -38,6 +37,8 @@ from transformers import (
     PreTrainedTokenizerBase,
     set_seed,
 )
+
+from hf_private import read_by_mean
 
 METRICS = Path(__file__).parent / "metrics"
 

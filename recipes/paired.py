@@ -29,7 +29,6 @@ import numpy as np
 import torch
 import yaml
 from data import load, model_path
-from pooling import read_by_mean
 from public_text import public_sentences
 from torch import Tensor, nn
 from transformers import (
@@ -42,7 +41,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_private import DPConfig, DPTrainer
+from hf_private import DPConfig, DPTrainer, read_by_mean
 
 PADDING = 0
 

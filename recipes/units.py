@@ -28,7 +28,6 @@ from data import model_path
 from datasets import Dataset, DatasetInfo
 from glue import METRICS
 from options import RecipeOptions, parse
-from pooling import read_by_mean
 from training import RecipeTrainer, finish, train, with_method
 from transformers import (
     AutoConfig,
@@ -39,6 +38,8 @@ from transformers import (
     PreTrainedTokenizerBase,
     set_seed,
 )
+
+from hf_private import read_by_mean
 
 UNIT = "conversation"  # for `--unit_column`
 # Public, like the names of labels in any task: they must not be read from the private data.

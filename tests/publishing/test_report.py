@@ -105,6 +105,7 @@ def test_report_of_a_published_card(private_card: Report) -> None:
         "Algorithms and correctness",
         "Utility",
         "Bias",
+        "Query model",
         "Trust model",
         "Side channels",
         "Security and access control",

@@ -16,24 +16,25 @@ PLANS = [
 def test_it_runs_the_recommended_code_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
-    def follow(code: str, folder: Path, options: Any) -> dict[str, Any]:
+    def follow(code: str, folder: Path, options: Any, seed: int) -> dict[str, Any]:
         ran.append(code)
         folder.mkdir(parents=True)
-        score = {"accuracy": 0.8, "records": 872, "epsilon": 8.0, "delta": 1e-5, "steps": 400}
+        score = {"accuracy": 0.79 + 0.02 * seed, "records": 872, "epsilon": 8.0, "delta": 1e-5, "steps": 400}
         return score | {"learning_rate": 8e-3, "batch": 256, "cpu_minutes": 20.0}
 
     planned = {"n": 5000, "epsilon": 8.0, "delta": 1e-5, "plans": PLANS}
     monkeypatch.setattr(advice, "plan", lambda *_: planned)
     monkeypatch.setattr(advice, "follow", follow)
     monkeypatch.setattr(advice, "model_path", str)
-    line = ["--folder", str(tmp_path / "runs"), "--output", str(tmp_path)]
+    line = ["--seeds", "2", "--folder", str(tmp_path / "runs"), "--output", str(tmp_path)]
     advice.main(line)
     advice.main([*line, "--follow", "LoRA r=4", "head only"])
-    assert ran == ["lora", "head"]
+    assert ran == ["lora", "lora", "head", "head"]
     found = json.loads((tmp_path / "advice.json").read_text())
     assert found["plan"]["plans"] == PLANS and [*found["runs"]] == ["LoRA r=4", "head only"]
     assert (
-        "| LoRA r=4 | 0.60 | 1.50 | 256 | 400 | 0.008 | 8.00 | 80.0% | 20.0 |" in (tmp_path / "advice.md").read_text()
+        "| LoRA r=4 | 0.60 | 1.50 | 256 | 400 | 0.008 | 8.00 | 80.0% ± 1.4 | 2 | 20.0 |"
+        in (tmp_path / "advice.md").read_text()
     )
     with pytest.raises(SystemExit):
         advice.main([*line, "--follow", "BK"])
@@ -55,6 +56,6 @@ def test_the_printed_code_is_what_runs(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("builtins.Trainer", Trainer, raising=False)
     monkeypatch.setattr(advice, "model_path", str)
     with pytest.raises(StopIteration) as stopped:
-        advice.follow(code, tmp_path / "run", advice.GlueOptions())
+        advice.follow(code, tmp_path / "run", advice.GlueOptions(), 0)
     made, args = stopped.value.value
     assert made == "model" and args.max_steps == 7 and args.output_dir == str(tmp_path / "run")

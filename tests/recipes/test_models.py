@@ -1,4 +1,4 @@
-"""What the recipes do to a model before it is trained: a head on the mean of the tokens, and what stays frozen."""
+"""What the recipes do to a model before it is trained: what stays frozen."""
 
 import re
 
@@ -6,9 +6,8 @@ import pytest
 import torch
 import yaml
 from options import RecipeOptions
-from pooling import read_by_mean
 from training import RecipeTrainer, with_method
-from transformers import AutoModelForSequenceClassification, BertForSequenceClassification, PreTrainedModel
+from transformers import PreTrainedModel
 from vision import make_model
 
 from hf_private import AnchorConfig, CarrierConfig, DPConfig
@@ -20,36 +19,6 @@ LOWER = r".*\.(embeddings|layer\.0)\..*"
 
 def bert() -> PreTrainedModel:
     return zoo.small("bert", num_hidden_layers=3, hidden_size=16).eval()
-
-
-def test_the_head_reads_the_mean_of_the_tokens():
-    model = read_by_mean(bert())
-    ids, mask = torch.randint(5, zoo.VOCABULARY, (6, 9)), torch.ones(6, 9, dtype=torch.long)
-    mask[:3, 5:] = 0
-    with torch.no_grad():
-        output = model.base_model(ids, mask, output_hidden_states=True)
-    below = output.hidden_states[-2]  # what the top layer reads
-    mean = (below * mask.unsqueeze(2)).sum(1) / mask.sum(1, keepdim=True)
-
-    def likeness(to: torch.Tensor) -> float:
-        return torch.cosine_similarity(output.pooler_output, to - to.mean(1, keepdim=True)).min().item()
-
-    assert likeness(mean) > 0.9
-    assert likeness(mean) > likeness(below[:, 0])  # the first token alone, which a BERT's head usually reads
-
-
-def test_a_model_read_by_its_mean_is_a_plain_bert(tmp_path):
-    model = read_by_mean(bert())
-    model.save_pretrained(tmp_path)
-    again = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
-    ids = torch.randint(5, zoo.VOCABULARY, (2, 7))
-    assert type(again) is BertForSequenceClassification
-    assert torch.equal(again(ids).logits, model(ids).logits)
-
-
-def test_other_models_are_not_read_by_their_mean():
-    with pytest.raises(ValueError, match="`pooling`"):
-        read_by_mean(zoo.small("gpt2"))
 
 
 @pytest.mark.parametrize("method", ["bk", "rgp", "lora"])

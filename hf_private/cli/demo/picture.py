@@ -14,7 +14,7 @@ def draw(path: Path, epsilon: Curve, accuracy: dict[str, Curve], budget: float, 
         return False
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    left.plot(*zip(*epsilon, strict=True), marker="o", markersize=4, color="tab:purple")
+    left.plot(*zip(*epsilon, strict=True), color="tab:purple")
     left.axhline(budget, color="gray", linestyle="--", linewidth=1)
     left.annotate("budget", (0, budget), xytext=(2, -12), textcoords="offset points", color="gray")
     left.set(title="privacy spent", xlabel="step", ylabel="epsilon (upper bound)", ylim=(0, budget * 1.1))

@@ -73,7 +73,7 @@ class Data:
 class Outcome:
     """Result of a run: curves of (step, value), the spent epsilon, and the noise multiplier."""
 
-    epsilons: list[tuple[int, float]] = field(default_factory=list)
+    epsilons: list[tuple[int, float]] = field(default_factory=lambda: [(0, 0.0)])
     accuracies: list[tuple[int, float]] = field(default_factory=list)
     epsilon: float = math.inf
     noise_multiplier: float = 0.0
@@ -91,15 +91,15 @@ class Progress(TrainerCallback):
         )
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Show the epsilon spent so far."""
+        """Show and record the epsilon spent so far."""
         epsilon = self.trainer.privacy_callback.epsilon()
+        self.outcome.epsilons.append((state.global_step, epsilon))
         self._show(epsilon=f"{epsilon:.2f}" if math.isfinite(epsilon) else "infinite")
         self.bar.update()
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Record the accuracy on test tickets, and the epsilon spent so far."""
+        """Show and record the accuracy on test tickets."""
         found = kwargs["metrics"]["eval_accuracy"]
-        self.outcome.epsilons.append((state.global_step, self.trainer.privacy_callback.epsilon(exact=True)))
         self.outcome.accuracies.append((state.global_step, found))
         self._show(accuracy=f"{found:.1%}")
 

@@ -12,6 +12,7 @@ from hf_private.cli.arguments import UsageError
 from hf_private.cli.doctor.models import builder, inputs, losses, on_some_device
 from hf_private.cli.doctor.variants import Row, compare
 from hf_private.gradients.coverage import coverage, without
+from hf_private.tasks.pooling import can_read_by_mean, read_by_mean, trained_for_mean
 
 RANKS = (4, 8, 16)
 ENDINGS = {  # PEFT's name of a task, and how Transformers' classes for it end
@@ -33,6 +34,7 @@ class Candidate:
     operations: float  # floating-point operations per record
     memory: int  # bytes of training in all
     task_type: str | None = None  # what PEFT calls the model's task
+    mean: bool = False  # whether the head reads the mean of the tokens, which the encoder was trained for
 
     @property
     def name(self) -> str:
@@ -43,7 +45,8 @@ def candidates(model: str, task: str | None, batch: int, length: int | None) -> 
     """Everything that applies to the model, dry-run on micro-batches of `batch` records of `length` tokens."""
 
     def dry_run(build: Callable[[], nn.Module], device: str, mask: bool, length: int) -> list[Candidate]:
-        return _on(build, device, mask, batch, length)
+        mean = can_read_by_mean(build()) and trained_for_mean(model)
+        return _on((lambda: read_by_mean(build())) if mean else build, device, mask, batch, length, mean)
 
     try:
         return on_some_device(builder(model, task), dry_run, batch, length)
@@ -51,7 +54,9 @@ def candidates(model: str, task: str | None, batch: int, length: int | None) -> 
         raise UsageError(str(error).replace("argument MODEL", "argument --model")) from error
 
 
-def _on(build: Callable[[], nn.Module], device: str, mask: bool, batch: int, length: int) -> list[Candidate]:
+def _on(
+    build: Callable[[], nn.Module], device: str, mask: bool, batch: int, length: int, mean: bool
+) -> list[Candidate]:
     model = build()
     few = inputs(model, 2, min(length, 7), device, mask)
     entries = coverage(model, lambda: losses(model, few))
@@ -60,7 +65,7 @@ def _on(build: Callable[[], nn.Module], device: str, mask: bool, batch: int, len
     many = inputs(model, batch, length, device, mask)
 
     def candidate(kind: str, rank: int | None, row: Row) -> Candidate:
-        return Candidate(kind, rank, row.noised, row.flops / batch, row.total_bytes, _task_type(model))
+        return Candidate(kind, rank, row.noised, row.flops / batch, row.total_bytes, _task_type(model), mean)
 
     def rows(change: Callable[[nn.Module], nn.Module], **carriers: int) -> list[Row]:
         return compare(lambda: change(without(build(), entries)), lambda model: losses(model, many), carriers)

@@ -124,7 +124,7 @@ def search(found: "list[Candidate]", schedules: "list[Schedule]", rate: float, h
         for schedule in schedules:
             operations = candidate.operations * schedule.batch * schedule.steps
             noise = noise_to_signal(schedule.noise_multiplier, candidate.noised, schedule.batch).ratio
-            useful = usefulness(candidate.kind, noise, schedule.steps, candidate.rank)
+            useful = usefulness(candidate.kind, noise, schedule.steps, candidate.rank, candidate.mean)
             plan = Plan(candidate, schedule, noise, useful, operations, operations / rate / 3600)
             kinds.setdefault(candidate.kind, []).append((useful, plan.hours, plan))
     quickest = min(time for plans in kinds.values() for _, time, _ in plans)
@@ -145,13 +145,17 @@ def snippet(plan: Plan, epsilon: float, delta: float, micro_batch: int, unit: "U
     carriers = {"RGP": f"CarrierConfig(r={candidate.rank})", "LSG": f"CarrierConfig(r={candidate.rank}, sparsity=0.3)"}
     imports = ["DPConfig", "DPTrainer", *(["CarrierConfig"] if candidate.kind in carriers else [])]
     before = ""
+    if candidate.mean:
+        imports.append("read_by_mean")
+        before = "model = read_by_mean(model)  # a new head on the mean of the tokens, as the encoder was trained\n"
     if candidate.kind == "head only":
-        before = "model.base_model.requires_grad_(False)\n\n"
+        before += "model.base_model.requires_grad_(False)\n"
     elif candidate.kind == "LoRA" and candidate.rank:  # otherwise the model is an adapter already
         # without its task PEFT would leave a new head frozen, as random as it begins
         task = f', task_type="{candidate.task_type}"' if candidate.task_type else ""
         lora = f'LoraConfig(r={candidate.rank}, target_modules="all-linear"{task})'
-        before = f"model = get_peft_model(model, {lora})\n\n"
+        before += f"model = get_peft_model(model, {lora})\n"
+    before += "\n" if before else ""
     peft = "from peft import LoraConfig, get_peft_model\n" if "get_peft_model" in before else ""
     extra = f"\n    carriers={carriers[candidate.kind]}," if candidate.kind in carriers else ""
     batch = schedule.batch
@@ -222,6 +226,8 @@ def _show(args: argparse.Namespace, delta: float, plans: list[Plan]) -> None:
     print(f"{best.candidate.name} is expected to be {in_words(best.useful)}.")
     loud = noise_to_signal(best.schedule.noise_multiplier, best.candidate.noised, best.schedule.batch)
     print(loud.warning or loud)
+    if best.candidate.mean:
+        print("The encoder was trained for the mean of its tokens: `read_by_mean` lets the new head read it.")
     level = [plan.candidate.name for plan in plans[1:] if plan.useful >= (1 - LEVEL) * plans[0].useful]
     if level:
         print(f"Level with it: {', '.join(level)}.")
@@ -250,6 +256,7 @@ def _report(args: argparse.Namespace, delta: float, rate: float, plans: list[Pla
                 "batch": plan.schedule.batch,
                 "steps": plan.schedule.steps,
                 "noise_multiplier": plan.schedule.noise_multiplier,
+                "reads_mean": plan.candidate.mean,
                 "noised": plan.candidate.noised,
                 "noise_to_signal": plan.noise,
                 "usefulness": plan.useful,

@@ -47,6 +47,14 @@ def answers(statement: dict[str, Any], claimed: bool) -> tuple[Answer, ...]:
             open=True,
         ),
         Answer(
+            "Query model",
+            "Does use of the model spend more?",
+            "No. The model is one release: using it, however often, asks nothing of the training data. More training"
+            " on the same data spends more."
+            if claimed
+            else "There is no budget: every use may reveal more.",
+        ),
+        Answer(
             "Trust model",
             "Who has to be trusted?",
             _trust(statement) if claimed else "Everybody who sees the model, as if they saw the training data.",

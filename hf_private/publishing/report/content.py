@@ -140,8 +140,10 @@ def build_report(
                 "Questions of NIST SP 800-226",
                 (
                     "The components of the differential privacy pyramid in NIST SP 800-226, Guidelines for Evaluating"
-                    " Differential Privacy Guarantees (March 2025), from the strength of the guarantee down to what"
-                    " it rests on. Answers follow from the statement. What it cannot know is left open for you.",
+                    " Differential Privacy Guarantees, from the strength of the guarantee down to what it rests on."
+                    " Their names follow figure 1 and part III of the public draft (December 2023) and a summary of"
+                    " the final text (March 2025), with which they were not compared word for word; the questions are"
+                    " ours. Answers follow from the statement. What it cannot know is left open for you.",
                 ),
                 answers=answers(statement, status == PRIVATE),
             ),
