@@ -14,6 +14,7 @@ examples:
 
 import argparse
 import math
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from hf_private.cli.arguments import TASKS, UsageError, positive, probability, whole
@@ -92,17 +93,19 @@ def run(args: argparse.Namespace) -> int:
 
 def schedules(n: int, epsilon: float, delta: float) -> "list[Schedule]":
     """Batch sizes and steps worth trying, with the noise by RDP: quick, and a few percent more than is needed."""
+    from tqdm import tqdm
+
     from hf_private.accounting.budget import BudgetExceeded, calibrate
 
     from .rules import STEPS, Schedule, batches
 
     found = []
-    for batch in batches(n):
-        for steps in STEPS:
-            try:
-                found.append(Schedule(batch, steps, calibrate(epsilon, delta, batch / n, steps, accountant="rdp")))
-            except BudgetExceeded:
-                continue
+    tried = list(product(batches(n), STEPS))
+    for batch, steps in tqdm(tried, desc="Calibrating the noise", unit=" plans", leave=False, delay=2.0):
+        try:
+            found.append(Schedule(batch, steps, calibrate(epsilon, delta, batch / n, steps, accountant="rdp")))
+        except BudgetExceeded:
+            continue
     if not found:
         raise UsageError(f"argument --epsilon: no noise is enough for {epsilon:g} at delta {delta:g}")
     return found
