@@ -59,9 +59,9 @@ def can_read_by_mean(model: nn.Module) -> bool:
 
 
 def trained_for_mean(name: str) -> bool:
-    """Whether a folder or repository is of Sentence Transformers and outputs the mean of the tokens."""
+    """Whether a folder, its config or a repository is of Sentence Transformers and outputs the mean of the tokens."""
     found = cached_file(
-        name,
+        str(Path(name).parent) if Path(name).is_file() else name,
         SETTINGS,
         _raise_exceptions_for_gated_repo=False,
         _raise_exceptions_for_missing_entries=False,

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_private.cli.demo import command as demo
-from hf_private.cli.demo import encoder, tickets
+from hf_private.cli.demo import encoder, picture, tickets
 from hf_private.cli.main import main
 
 
@@ -58,8 +58,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_demo_leaves_a_private_model_with_card_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    folder = tmp_path / "demo"
+def test_demo_leaves_a_private_model_with_card_and_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, drawn = tmp_path / "demo", []
+    draw = picture.draw
+    monkeypatch.setattr(picture, "draw", lambda *given, **named: drawn.append(given[1]) or draw(*given, **named))
     assert main(["demo", "--output-dir", str(folder), "--steps", "4"]) == 0
     out, err = capsys.readouterr()
     assert "small random model" in out, "the fallback is stated"
@@ -69,6 +73,9 @@ def test_demo_leaves_a_private_model_with_card_and_picture(tmp_path: Path, capsy
 
     summary = json.loads((folder / "demo.json").read_text())
     assert 0 < summary["epsilon"] <= 8
+    steps, epsilons = zip(*drawn[0], strict=True)
+    assert steps == (0, 1, 2, 3, 4) and list(epsilons) == sorted(epsilons), "the picture has epsilon at every step"
+    assert epsilons[-1] == summary["epsilon"]
     assert math.isfinite(summary["noise_multiplier"])
     assert set(summary["accuracy"]) == {"before", "private", "not_private"}
 

@@ -60,4 +60,10 @@ def test_a_folder_says_what_its_encoder_was_trained_for(tmp_path: Path, written:
     if written is not None:
         (tmp_path / SETTINGS).parent.mkdir()
         (tmp_path / SETTINGS).write_text(written)
+    (tmp_path / "config.json").write_text("{}")
     assert trained_for_mean(str(tmp_path)) is expected
+    assert trained_for_mean(str(tmp_path / "config.json")) is expected
+
+
+def test_a_repository_that_cannot_be_reached_says_nothing() -> None:
+    assert trained_for_mean("hf-private-tests/no-such-repository") is False
