@@ -15,7 +15,7 @@ from hf_private.accounting.budget import calibrate
 from hf_private.accounting.events import Event
 from hf_private.accounting.signal import noise_to_signal
 from hf_private.cli.main import main
-from hf_private.cli.plan.candidates import Candidate
+from hf_private.cli.plan.candidates import Candidate, candidates
 from hf_private.cli.plan.command import schedules, search, snippet
 from hf_private.cli.plan.picture import EPSILONS, curves
 from hf_private.cli.plan.rules import KEPT, LEVEL, Schedule, in_words, usefulness
@@ -179,7 +179,7 @@ def test_command_on_a_classifier(tmp_path: Path, capsys: pytest.CaptureFixture) 
     for plan in plans.values():
         expected = noise_to_signal(plan["noise_multiplier"], plan["noised"], plan["batch"]).ratio
         assert plan["noise_to_signal"] == pytest.approx(expected)
-        assert plan["hours"] > 0 and plan["memory_bytes"] > 0
+        assert plan["hours"] > 0 and plan["memory_bytes"] > 0 and not plan["reads_mean"]
     assert report["delta"] == 1e-4 and any("2501.18914" in source for source in report["sources"])
 
 
@@ -192,17 +192,16 @@ def test_command_prints_a_table_and_code(tmp_path: Path, capsys: pytest.CaptureF
     assert "head only" not in text.partition("noise / signal =")[0], "a tied head is not apart from the model"
 
 
-def test_a_sentence_encoder_gets_a_head_on_the_mean(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_sentence_encoder_gets_a_head_on_the_mean(tmp_path: Path) -> None:
     model = saved(tmp_path, BertConfig(**SMALL), "BertModel")
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
-    assert main(["plan", "--n", "500", "--epsilon", "8", "--model", model, "--json"]) == 0
-    plans = json.loads(capsys.readouterr().out)["plans"]
-    assert all(plan["reads_mean"] and "model = read_by_mean(model)" in plan["code"] for plan in plans)
-    usual = {plan["method"]: plan["noised"] for plan in plans}
-    assert usual["head only"] == 2 * SMALL["hidden_size"] + 2, "the layer that averages is not trained"
-    assert main(["plan", "--n", "500", "--epsilon", "8", "--model", model]) == 0
-    assert "trained for the mean of its tokens" in capsys.readouterr().out
+    found = candidates(model, None, 2, 8)
+    assert found and all(one.mean for one in found)
+    (head,) = (one for one in found if one.kind == "head only")
+    assert head.noised == 2 * SMALL["hidden_size"] + 2, "the layer that averages is not trained"
+    for plan in search(found, [Schedule(64, 50, 1.0)], 1e9, None):
+        assert "model = read_by_mean(model)" in snippet(plan, 8.0, 1e-5, 8)
 
 
 def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
