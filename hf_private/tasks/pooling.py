@@ -6,10 +6,12 @@ first token only, so that a new head has little to learn from.
 
 import json
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import BertForSequenceClassification, PreTrainedModel
+from transformers.models.bert.modeling_bert import BertLayer
 from transformers.utils import cached_file
 
 MEAN = 4.0  # weight of the mean over all tokens relative to the token's own state
@@ -35,7 +37,8 @@ def read_by_mean(model: PreTrainedModel) -> PreTrainedModel:
             f"`model` must be a BertForSequenceClassification of at least two layers, got {type(model).__name__}."
             " Other models are trained as they are, without `read_by_mean`."
         )
-    layer, pooler = model.base_model.encoder.layer[-1], model.base_model.pooler
+    layer, pooler = model.bert.encoder.layer[-1], model.bert.pooler
+    assert isinstance(layer, BertLayer) and pooler is not None, "a classifier has both"
     for module in layer.modules():
         if isinstance(module, nn.Linear):  # small queries and keys: nearly uniform attention
             nn.init.normal_(module.weight, std=model.config.initializer_range)
@@ -53,9 +56,9 @@ def read_by_mean(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def can_read_by_mean(model: nn.Module) -> bool:
+def can_read_by_mean(model: nn.Module) -> TypeGuard[BertForSequenceClassification]:
     """Whether `read_by_mean` knows how this model reads its tokens."""
-    return type(model).__name__ == "BertForSequenceClassification" and len(model.base_model.encoder.layer) > 1
+    return isinstance(model, BertForSequenceClassification) and len(model.bert.encoder.layer) > 1
 
 
 def trained_for_mean(name: str) -> bool:

@@ -45,8 +45,13 @@ def candidates(model: str, task: str | None, batch: int, length: int | None) -> 
     """Everything that applies to the model, dry-run on micro-batches of `batch` records of `length` tokens."""
 
     def dry_run(build: Callable[[], nn.Module], device: str, mask: bool, length: int) -> list[Candidate]:
-        mean = can_read_by_mean(build()) and trained_for_mean(model)
-        return _on((lambda: read_by_mean(build())) if mean else build, device, mask, batch, length, mean)
+        for_mean = trained_for_mean(model)
+
+        def read() -> nn.Module:
+            built = build()
+            return read_by_mean(built) if for_mean and can_read_by_mean(built) else built
+
+        return _on(read, device, mask, batch, length, for_mean and can_read_by_mean(build()))
 
     try:
         return on_some_device(builder(model, task), dry_run, batch, length)
