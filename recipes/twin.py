@@ -40,13 +40,25 @@ def records(source: str, count: int, columns: tuple[str, ...], classes: int) -> 
         rows = [{**dict.fromkeys(columns, t.text), "label": t.label % classes} for t in tickets]
         train, test = rows[:count], rows[count:]
     else:
-        rows = data.read(Path(source))
+        rows = _read(source, (*columns, "label"))
         held_out = min(HELD_OUT, len(rows) // 5)
         train, test = rows[held_out:][:count], rows[:held_out]
     seen = {tuple(row[column] for column in columns) for row in train}
     test = [row for row in test if tuple(row[column] for column in columns) not in seen]
     info = DatasetInfo(dataset_name=Path(source).name)
     return Dataset.from_list(train, info=info), Dataset.from_list(test, info=info)
+
+
+def _read(source: str, columns: tuple[str, ...]) -> list[dict[str, str]]:
+    must = f"`--twin` must be `{MADE_UP}` or a file ({', '.join(data.ENDINGS)}) with the columns {', '.join(columns)}"
+    try:
+        rows = data.read(Path(source))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{must}, got {source!r}: {error}") from error
+    if len(rows) < 10 or not set(columns) <= rows[0].keys():
+        found = f"{len(rows)} records" + (f" with the columns {', '.join(map(str, rows[0]))}" if rows else "")
+        raise ValueError(f"{must} and at least 10 records, got {source!r}: {found}")
+    return rows
 
 
 def verdict(accuracy: float, labels: list[int]) -> str:

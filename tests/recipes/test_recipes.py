@@ -150,6 +150,15 @@ def test_what_the_twins_accuracy_means():
     assert "learning rate" in twin.verdict(0.55, labels) and "too loud" in twin.verdict(0.8, labels)
 
 
+@pytest.mark.parametrize("text", [None, "not JSON", '{"sentence": "a", "label": 0}', '{"text": "a"}\n' * 20])
+def test_a_file_that_is_no_twins_data_is_named(text, tmp_path):
+    path = tmp_path / "public.jsonl"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match="`--twin` must be `made-up` or a file.*columns sentence, label.*got"):
+        twin.records(str(path), 30, ("sentence",), 2)
+
+
 def test_twins_of_a_public_file_are_scored_on_other_records(tmp_path):
     rows = [{"sentence": f"a {i % 40}", "label": str(i % 2)} for i in range(100)]
     (tmp_path / "public.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
