@@ -5,7 +5,8 @@
 
 Each record of the file has a text and control codes (a label, attributes). The model learns to write a text for its
 codes, `ward : surgery | sex : f ||` and then the text, and is sampled with as many codes as wanted. Sampling is
-post-processing of the private model, so it costs nothing, however many texts are drawn.
+post-processing of the private model, so it costs nothing, however many texts are drawn; `--sample_only` draws more
+from a model that was trained before.
 
 `codes.json` is a public list of what to sample, with public weights:
 
@@ -37,7 +38,7 @@ from datasets import Dataset
 from e2e import IGNORE, PadRight, perplexity, token_losses
 from options import RecipeOptions, parse
 from training import RecipeTrainer, finish, train, with_method
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TrainingArguments, set_seed
 
 from hf_private import DPConfig
 from hf_private.spending.statement import STATEMENT, read_statement
@@ -74,6 +75,9 @@ class SynthesisOptions(RecipeOptions):
     count_noise: float | None = field(
         default=None,
         metadata={"help": "Weigh codes by their numbers in the private file, with noise of this size, charged."},
+    )
+    sample_only: bool = field(
+        default=False, metadata={"help": "Sample from the model in `output_dir` without training. Costs nothing."}
     )
     samples: int = field(default=1000, metadata={"help": "Number of samples to draw, before filtering."})
     shortest: int = field(default=3, metadata={"help": "Fewest words of a text that is kept."})
@@ -122,19 +126,18 @@ def listed_codes(options: SynthesisOptions) -> list[dict[str, Any]]:
     return [{"weight": 1, **one} for one in listed]
 
 
-def counted(
+def count(
     listed: list[dict[str, Any]], records: Dataset, options: SynthesisOptions, dp_config: DPConfig, folder: str
-) -> list[dict[str, Any]]:
-    """The same codes, weighed by their noised numbers in the private records. Counted once for each output folder."""
-    kept_in = Path(folder, COUNTS)
-    if not kept_in.is_file():
-        codes = [tuple(str(one[name]) for name in options.code_columns) for one in listed]
-        found = list(zip(*([str(value) for value in records[name]] for name in options.code_columns), strict=True))
-        units = records[dp_config.unit_column] if dp_config.unit_column else None
-        counts = noised_counts(found, codes, options.count_noise or 0.0, folder, dp_config, units)
-        noised = [{**one, "weight": count} for one, count in zip(listed, counts, strict=True)]
-        kept_in.write_text(json.dumps(noised))
-    return json.loads(kept_in.read_text())
+) -> None:
+    """Write the codes with their noised numbers in the private records; once for each output folder."""
+    file = Path(folder, COUNTS)
+    if file.is_file():
+        return
+    codes = [tuple(str(one[name]) for name in options.code_columns) for one in listed]
+    found = list(zip(*([str(value) for value in records[name]] for name in options.code_columns), strict=True))
+    units = records[dp_config.unit_column] if dp_config.unit_column else None
+    counts = noised_counts(found, codes, options.count_noise or 0.0, folder, dp_config, units)
+    file.write_text(json.dumps([{**one, "weight": number} for one, number in zip(listed, counts, strict=True)]))
 
 
 def chosen_codes(listed: list[dict[str, Any]], options: SynthesisOptions, seed: int) -> list[dict[str, Any]]:
@@ -203,21 +206,17 @@ def write(folder: Path, texts: Dataset, drawn: int, model_folder: Path, options:
     (folder / "README.md").write_text(words)
 
 
-def main(argv: list[str] | None = None) -> dict:
-    options, dp_config, args = parse(SynthesisOptions, __doc__, argv)
-    listed = listed_codes(options)  # before anything is charged
-    path = data.model_path(options.model_name_or_path)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    tokenizer.padding_side = "right"  # for training; sampling pads on the left
+def trained(
+    options: SynthesisOptions, dp_config: DPConfig, args: TrainingArguments, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Any, dict]:
+    """The model, fine-tuned on the private file and saved with its card, and the results of the run."""
     set_seed(args.seed)
-    model = with_method(AutoModelForCausalLM.from_pretrained(path), options, task_type="CAUSAL_LM")
+    model = AutoModelForCausalLM.from_pretrained(data.model_path(options.model_name_or_path))
     records = Dataset.from_list(data.read(Path(options.private_file))[: options.max_train_records])
     if options.count_noise is not None and args.process_index == 0:
-        listed = counted(listed, records, options, dp_config, args.output_dir)
-    codes = chosen_codes(listed, options, args.seed)
+        count(listed_codes(options), records, options, dp_config, args.output_dir)
     trainer = RecipeTrainer(
-        model,
+        with_method(model, options, task_type="CAUSAL_LM"),
         args,
         dp_config=dp_config,
         train_dataset=tokenized(records, tokenizer, options),
@@ -227,11 +226,27 @@ def main(argv: list[str] | None = None) -> dict:
         preprocess_logits_for_metrics=token_losses,
     )
     took = train(trainer, options)
-    results = finish(trainer, options, {}, took)
-    if not trainer.is_world_process_zero():
+    return trainer.accelerator.unwrap_model(trainer.model), finish(trainer, options, {}, took)
+
+
+def main(argv: list[str] | None = None) -> dict:
+    options, dp_config, args = parse(SynthesisOptions, __doc__, argv)
+    listed = listed_codes(options)  # before anything is charged
+    origin = args.output_dir if options.sample_only else data.model_path(options.model_name_or_path)
+    tokenizer = AutoTokenizer.from_pretrained(origin)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    tokenizer.padding_side = "right"  # for training; sampling pads on the left
+    if options.sample_only:
+        model, results = AutoModelForCausalLM.from_pretrained(origin), {}
+    else:
+        model, results = trained(options, dp_config, args, tokenizer)
+    if args.process_index > 0 or not options.samples:
         return results
+    if options.count_noise is not None:
+        listed = json.loads(Path(args.output_dir, COUNTS).read_text())
+    codes = chosen_codes(listed, options, args.seed)
     set_seed(args.seed)
-    texts = list(sampled(trainer.accelerator.unwrap_model(trainer.model), tokenizer, codes, options))
+    texts = list(sampled(model, tokenizer, codes, options))
     rows = kept(texts, options.shortest)
     columns = {name: [codes[row][name] for row in rows] for name in options.code_columns}
     dataset = Dataset.from_dict({**columns, options.text_column: [texts[row] for row in rows]})

@@ -159,10 +159,10 @@ def test_noised_frequencies_share_the_budget(
     assert "noised at the expense of epsilon" in (tmp_path / "out" / "synthetic" / "README.md").read_text()
     weights = {one["ward"]: one["weight"] for one in json.loads((tmp_path / "out" / "codes.json").read_text())}
     assert weights["w1"] > weights["w9"]
-    again = synthesize.counted(
-        [], Dataset.from_list([]), synthesize.SynthesisOptions(), DPConfig(1.0), tmp_path / "out"
-    )
-    assert {one["ward"]: one["weight"] for one in again} == weights, "they are counted once"
+    synthesize.main([*words, "--sample_only", "--samples", "10"])
+    assert {one["ward"]: one["weight"] for one in json.loads((tmp_path / "out" / "codes.json").read_text())} == weights
+    assert len(load_from_disk(str(tmp_path / "out" / "synthetic"))) == 1, "equal samples are kept once"
+    assert json.loads((tmp_path / "out" / "privacy.json").read_text()) == statement, "it has cost nothing"
 
 
 def test_weights_are_listed_or_counted(tmp_path: Path) -> None:
