@@ -20,7 +20,7 @@ demo: $(VENV)/.demo  ## a private fine-tune from start to card, offline, in thre
 test: $(VENV)/.all  ## the tests and doctests, in less than ten minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-test-slow: $(VENV)/.all  ## the tests that take minutes each
+test-slow: $(VENV)/.notebook  ## the tests that take minutes each, the notebook among them
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
 test-quantized: $(VENV)/.quantized  ## the tests of 4-bit and 8-bit bases, with the extra `quantized` (150 MB)
@@ -78,6 +78,10 @@ $(VENV)/.all: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.quantized: $(VENV)/.all
 	$(PIP) --editable ".[quantized]"
+	@touch $@
+
+$(VENV)/.notebook: $(VENV)/.all
+	$(PIP) --editable ".[notebook]"
 	@touch $@
 
 # Layered over .venv, so that peers run on the very same torch and may not change it.

@@ -77,7 +77,7 @@ def test_an_undeclared_import_is_found(tmp_path: Path) -> None:
     assert undeclared(path, "recipes/module.py") == set()
 
 
-OF_OTHER_TARGETS = ("dev", "quantized")  # `make test-quantized` installs the latter
+OF_OTHER_TARGETS = ("dev", "notebook", "quantized")  # `make test-slow` and `make test-quantized` install them
 
 
 @pytest.mark.parametrize("extra", [name for name in EXTRAS if name not in OF_OTHER_TARGETS])

@@ -98,7 +98,7 @@ def test_the_template_marks_what_the_assistant_says() -> None:
     chat = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3 w4"}]
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "User: w1 w2\nAssistant: w3 w4<eos>\n"
     prompt = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
-    assert prompt == "User: w1 w2\nAssistant: "
+    assert prompt == "User: w1 w2\nAssistant:", "a space at the end would be a token that no text has"
 
 
 def test_the_file_says_what_the_recipe_understands() -> None:
