@@ -32,15 +32,36 @@ def test_without_trl_the_message_names_the_extra() -> None:
     assert "`trl` must be installed" in done.stdout and "hf-private[trl]" in done.stdout
 
 
-def test_nothing_else_imports_trl() -> None:
-    """Only the integration does, and only when it is asked for."""
+def importing(*libraries: str) -> set[tuple[str, ...]]:
+    """The parts of the package that import one of them."""
     package = Path(hf_private.__file__).parent
-    importing = {
+    starts = tuple(f"{word} {library}" for library in libraries for word in ("import", "from"))
+    return {
         path.relative_to(package).parts[:2]
         for path in package.rglob("*.py")
-        if any(line.lstrip().startswith(("import trl", "from trl")) for line in path.read_text().splitlines())
+        if any(line.lstrip().startswith(starts) for line in path.read_text().splitlines())
     }
-    assert importing == {("integrations", "trl")}
+
+
+def test_nothing_else_imports_trl() -> None:
+    """Only the integration does, and only when it is asked for."""
+    assert importing("trl") == {("integrations", "trl")}
+
+
+def test_nothing_imports_the_libraries_of_quantised_bases() -> None:
+    """Transformers does when it loads such a model; the tests of these say which extra they need."""
+    assert importing("bitsandbytes", "torchao") == set()
+
+
+def test_rollouts_of_vllm_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="needs the extra `trl`")
+    from hf_private.integrations.trl.settings import SHARED, refuse_settings
+
+    args = training.arguments(tmp_path)
+    refuse_settings(args, SHARED)
+    args.use_vllm = True
+    with pytest.raises(ValueError, match="`use_vllm` = True .*rollouts"):
+        refuse_settings(args, SHARED)
 
 
 @pytest.mark.parametrize(
