@@ -147,4 +147,10 @@ MUTANTS = (
         (("self.rows_per_record = rows * rows_per_record(loss)", "self.rows_per_record = rows_per_record(loss)"),),
         "tests/trainer/test_rows_per_record.py::test_the_gradient_of_a_record_is_that_of_the_mean_of_its_rows",
     ),
+    Mutant(
+        "4-bit weights that an evaluation packs, which gradients do not pass, are trained on",
+        "tasks/packed_weights.py",
+        (("            setattr(module, PACKS, False)\n", ""),),
+        "tests/tasks/test_packed_weights.py::test_gradients_pass_after_an_evaluation",
+    ),
 )
