@@ -41,7 +41,7 @@ from units import SERVICES, UNIT, UnitOptions, rows_of
 from hf_private import DPConfig, DPTrainer
 
 RESULTS = Path(__file__).parent / "results" / "units"
-RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0)
 FIRST_RATES = slice(1, 4)  # the search begins with these
 EPSILONS = (8.0, 3.0)
 KS = (1, 4, 8)

@@ -75,7 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "my_run.py:make_trainer --attach path/to/model",
     )
     add_run(step)
-    step.add_argument("--records", type=whole(2), default=8, help="records in the batch (default: %(default)s)")
+    step.add_argument(
+        "--records", type=whole(2), default=8, help="records, or units, in the batch (default: %(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -221,6 +223,7 @@ def _step(args: argparse.Namespace) -> int:
     with TemporaryDirectory() as folder:
         report = audit_step(make_trainer(DPTrainer, folder), args.records)
     result = {name: getattr(report, name) for name in ("holds", "sensitivity", "clip_norm", "records")}
+    result["of_units"] = report.each == "unit"
     if args.attach:
         print("note: measured on records of the run, without noise; the card says so", file=sys.stderr)
         counts = {"coupled_pairs": len(report.coupled), "uncovered_parameters": len(report.uncovered)}
@@ -236,10 +239,11 @@ def _step(args: argparse.Namespace) -> int:
 
 
 def _show_step(report: "StepReport") -> None:
-    print(f"largest influence of one of {report.records} records: {report.sensitivity:.6g} (record {report.worst})")
+    each = report.each
+    print(f"largest influence of one of {report.records} {each}s: {report.sensitivity:.6g} ({each} {report.worst})")
     print(f"the noise covers: {report.clip_norm:g}")
     for i, j, change in report.coupled[:5]:
-        print(f"coupled: the gradient of record {j} changes by {change:.1%} when record {i} is removed")
+        print(f"coupled: the gradient of {each} {j} changes by {change:.1%} when {each} {i} is removed")
     if len(report.coupled) > 5:
         print(f"... and {len(report.coupled) - 5} more pairs")
     for entry in report.uncovered:

@@ -26,7 +26,7 @@ class Entry:
     note: str
 
 
-def coverage(model: nn.Module, loss: Callable[[], Tensor]) -> list[Entry]:
+def coverage(model: nn.Module, loss: Callable[[], Tensor], rows_per_record: int = 1) -> list[Entry]:
     """Run one backward pass under the BookKeeper and report the status of every parameter.
 
     Each refusal is noted, its parameters are frozen, and the pass runs again, so that all refusals are found. The
@@ -45,6 +45,7 @@ def coverage(model: nn.Module, loss: Callable[[], Tensor]) -> list[Entry]:
             parameters[name].requires_grad_(False)
         try:
             with BookKeeper(model) as book:
+                book.rows_per_record = rows_per_record
                 book.backward(loss())
                 reached = set(book.entries())
             break

@@ -115,15 +115,20 @@ class UnitSampler(PoissonSampler):
 
     def share(self, counter: int) -> list[Any]:
         drawn = super().share(counter)
-        if self.units is None:
-            lists = [[record] for record in drawn]
-        elif self.sampling == "units":
-            lists = [self._chosen(unit, counter) for unit in drawn]
-        else:
+        if self.units is not None and self.sampling == "records":
             of_units = [self._chosen(unit, counter) for unit in set(self.units.unit_of[drawn].tolist())]
             eligible = {record for records in of_units for record in records}
-            lists = [[record] for record in drawn if record in eligible]
-        return [[record for record in rows for _ in range(self.augmentations)] for rows in lists]
+            drawn = [record for record in drawn if record in eligible]
+        return [self.rows(one, counter) for one in drawn]
+
+    def rows(self, drawn: int, counter: int) -> list[int]:
+        """The rows of a unit, or of a record, that is drawn in a step. They are clipped as one."""
+        records = self._chosen(drawn, counter) if self.draws_units else [drawn]
+        return [record for record in records for _ in range(self.augmentations)]
+
+    @property
+    def draws_units(self) -> bool:
+        return self.units is not None and self.sampling == "units"
 
     def _chosen(self, unit: int, counter: int) -> list[int]:
         assert self.units is not None

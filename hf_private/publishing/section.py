@@ -191,7 +191,8 @@ def _audit(audit: dict[str, Any]) -> str:
         )
     if "step_holds" in audit:
         outcome = "no violation" if audit["step_holds"] is True else "VIOLATION"
-        found.append(f"one step on {audit.get('step_records')} records, {outcome} found (measured without noise)")
+        drawn = f"{audit.get('step_records')} {'units' if audit.get('step_of_units') is True else 'records'}"
+        found.append(f"one step on {drawn}, {outcome} found (measured without noise)")
     return "; ".join(found) or "none"
 
 

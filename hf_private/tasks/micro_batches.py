@@ -86,19 +86,24 @@ class LogicalCollator:
         A unit that is too large for one micro-batch has several of its own, one after the other.
         """
         reseed_global()
-        micro_batches = []
+        return LogicalBatch([part for _, part in self.unit_parts(units)], size=len(units))
+
+    def unit_parts(self, units: list[list[Any]]) -> list[tuple[list[int], UnitBatch]]:
+        """The micro-batches of units, each with the positions of its units in the list."""
+        found = []
         for rows in sorted({len(unit) for unit in units}, reverse=True):
-            alike = [unit for unit in units if len(unit) == rows]
-            longest = [max(map(self._length_of, unit)) for unit in alike]
+            alike = [place for place, unit in enumerate(units) if len(unit) == rows]
+            longest = [max(map(self._length_of, units[place])) for place in alike]
             for part in split(longest, self.max_rows, self.max_tokens, rows):
-                in_part = [row for i in part for row in alike[i]]
+                places = [alike[i] for i in part]
+                in_part = [row for place in places for row in units[place]]
                 # one unit, cut into chunks if it is too large
                 most = len(in_part) if len(part) > 1 else most_rows(longest[part[0]], self.max_rows, self.max_tokens)
                 for first in range(0, len(in_part), most):
                     chunk = in_part[first : first + most]
                     last = first + most >= len(in_part)
-                    micro_batches.append(UnitBatch(self.collate(chunk), len(chunk) // len(part), rows, last))
-        return LogicalBatch(micro_batches, size=len(units))
+                    found.append((places, UnitBatch(self.collate(chunk), len(chunk) // len(part), rows, last)))
+        return found
 
     def collate(self, records: list[Any]) -> Any:
         """One micro-batch, with one row for each record."""

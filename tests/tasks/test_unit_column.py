@@ -2,6 +2,7 @@
 
 import datetime
 import uuid
+from collections.abc import Mapping
 from decimal import Decimal
 
 import datasets
@@ -92,6 +93,64 @@ def test_ids_of_two_types_are_refused_by_row(other):
     if other is not True:
         with pytest.raises(ValueError, match="`unit_column`.*row 2"):
             COLUMN.units(rows(("a", "1"), ("a", "2"), ("a", other)))
+
+
+@pytest.mark.parametrize("other", ["a ", " a", "a\n", "a\u00a0"])
+def test_ids_with_blanks_around_them_are_refused_by_row(other):
+    for ids in (("secret", other), (("ward", "secret"), ("ward", other)), (b"secret", other.encode("latin-1") + b" ")):
+        with pytest.raises(ValueError, match="`unit_column`.*row 1.*Strip") as caught:
+            COLUMN.units(rows(*ids))
+        assert "secret" not in str(caught.value)
+    assert COLUMN.units(rows("a b", "ab", "a b")).unit_of.tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("values", [(1, True), (True, 1), (1.0, 1), (1, 1.0), (0.0, False)])
+def test_numbers_that_are_equal_but_of_two_types_are_refused(values):
+    """Python holds them for the same key, a file or database may not."""
+    with pytest.raises(ValueError, match="`unit_column`.*row 2"):
+        COLUMN.units(rows(values[0], values[0], values[1]))
+    assert COLUMN.units(rows(0.0, 2.0, -0.0)).unit_of.tolist() == [0, 1, 0]
+
+
+class View(Mapping):
+    """A record that is read when it is asked for."""
+
+    def __init__(self, record):
+        self._record = record
+
+    def __getitem__(self, name):
+        return self._record[name]
+
+    def __iter__(self):
+        return iter(self._record)
+
+    def __len__(self):
+        return len(self._record)
+
+
+def test_records_may_be_views():
+    data = [View(record) for record in rows("a", "b", "a")]
+    assert COLUMN.units(data).unit_of.tolist() == [0, 1, 0]
+    seen = []
+    COLUMN.hidden_from(lambda records: seen.extend(map(list, records)))(data)
+    assert seen == [["x"]] * 3
+
+
+def test_a_single_unit_is_a_unit():
+    assert len(COLUMN.units(rows("a", "a", "a"))) == 1
+
+
+def test_a_column_is_read_in_parts_not_record_by_record(monkeypatch):
+    """Ten million ids take seconds this way, and minutes otherwise."""
+    monkeypatch.setattr("hf_private.tasks.unit_column.READ_AT_ONCE", 40)
+
+    class Watched(datasets.Dataset):
+        def __getitem__(self, key):
+            pytest.fail("a record was read by itself")
+
+    data = datasets.Dataset.from_list(rows(*(f"id {n // 2}" for n in range(100))))
+    data.__class__ = Watched
+    assert len(COLUMN.units(data)) == len(COLUMN.units(data.shuffle(seed=0))) == 50
 
 
 def test_a_column_that_is_not_there_or_that_the_model_needs_is_refused():

@@ -11,7 +11,6 @@ from transformers import BertForSequenceClassification
 
 from hf_private.accounting.budget import enforced_epsilon, epsilon
 from hf_private.accounting.events import Event
-from hf_private.audit.step import audit_step
 from hf_private.cli.main import main
 from hf_private.config import DPConfig
 from hf_private.publishing.verify import verify
@@ -303,13 +302,6 @@ def test_a_batch_larger_than_the_number_of_units_is_refused(tmp_path):
 def test_settings_that_mean_nothing_are_refused(settings, name):
     with pytest.raises(ValueError, match=f"`{name}`"):
         DPConfig(noise_multiplier=1.0, **settings)
-
-
-def test_audits_of_records_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="`unit_column`"):
-        audit_step(trainer(tmp_path))
-    with pytest.raises(ValueError, match="`augmentations`"):
-        audit_step(training.trainer(tmp_path, dp={"augmentations": 2}))
 
 
 def test_releases_compose_per_unit_if_all_draw_the_same_unit(tmp_path, capsys):
