@@ -65,6 +65,7 @@ AIMS = (
     Aim("rgp", "speed", 0.95, against="frozen"),
     Aim("lsg", "speed", 0.95, against="frozen"),
     Aim("lora-bk", "speed", 0.95, against="lora"),
+    Aim("bk-units", "speed", 0.95, against="bk"),
     Aim("bk", "memory", 1.10),
     Aim("rgp", "memory", 0.90),
     Aim("lsg", "memory", 0.90),

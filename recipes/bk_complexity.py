@@ -13,8 +13,8 @@ For a linear layer with T positions, p outputs and d inputs, per record (multipl
                                                                 most: layers that share an input share its matrix)
 
 Two rules say when to form the gradients. The paper's, 2 T^2 >= p d, compares the *scratch* of the norm: two Gram
-matrices against the gradient. Ours, 1.25 T (p + d) >= p d, compares the *book*: what is kept from the backward pass to
-the sum, (a, ds) against the gradient that replaces them. With p = d they are T >= 0.71 p and T >= 0.4 p. Between the
+matrices against the gradient. Ours, 1.6 T (p + d) >= p d, compares the *book*: what is kept from the backward pass to
+the sum, (a, ds) against the gradient that replaces them. With p = d they are T >= 0.71 p and T >= 0.31 p. Between the
 two, forming needs fewer operations and about the same memory in the book, at the price of a larger scratch for one
 layer.
 """
@@ -76,7 +76,7 @@ def paper_forms(layer: Layer) -> bool:
 
 
 def we_form(layer: Layer) -> bool:
-    """This library's (`Outer.instantiating_is_smaller`): form them unless 1.25 T (p + d) < p d."""
+    """This library's (`Outer.instantiating_is_smaller`): form them unless 1.6 T (p + d) < p d."""
     return FORMED_MAY_BE * layer.t * (layer.p + layer.d) >= layer.p * layer.d
 
 
