@@ -46,6 +46,21 @@ def report(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, dict]:
     return code, json.loads(capsys.readouterr().out)
 
 
+def test_units_cost_what_their_rows_cost_as_one_gradient(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    found = {}
+    for k in ("1", "3"):
+        assert report(capsys, saved(tmp_path), "--records-per-unit", k)[0] == 0
+        found = {**found, k: report(capsys, saved(tmp_path), "--records-per-unit", k)[1]}
+    methods = {k: found[k]["methods"] for k in found}
+    assert found["3"]["micro_batch"]["records_per_unit"] == 3
+    assert methods["1"]["plain training"] == methods["3"]["plain training"]
+    assert methods["1"]["BK"]["flops"] != methods["3"]["BK"]["flops"]
+    assert methods["3"]["BK"]["noised"] == methods["1"]["BK"]["noised"]
+    with pytest.raises(SystemExit):
+        main(["doctor", saved(tmp_path), "--batch", "8", "--records-per-unit", "3"])
+    assert "--batch" in capsys.readouterr().err
+
+
 def test_every_parameter_of_bert_is_covered(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     code, found = report(capsys, saved(tmp_path), "--carriers", "r=2")
     model = bert()

@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from scipy import stats
 
 from hf_private.gradients.bookkeeper import BookKeeper
+from hf_private.gradients.layers.attribution import Attribution
 from hf_private.gradients.method import Full
 from hf_private.gradients.persample import Dense
 from hf_private.mechanism.clipping import Clipping
@@ -111,6 +112,24 @@ def test_norms_and_sums_of_units_are_exact(name, units, rows):
         sums = book.weighted_sum(factors)
     expected = oracle.weighted_sum(wanted, factors)
     assert_close({name: sums.get(name, torch.zeros_like(g)) for name, g in expected.items()}, expected)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "vit"])
+def test_units_are_not_measured_again_after_single_rows(name, monkeypatch):
+    """The model does not know of units: where it has rows, it has the rows of units, of any number."""
+    ran = []
+    measure = Attribution.measure
+    monkeypatch.setattr(Attribution, "measure", lambda *args: ran.append(measure(*args)) or ran[-1])
+    model, loss = zoo.build(name)
+    batch = zoo.make_batch(model.eval(), 6)
+    with BookKeeper(model) as book:
+        for rows in (1, 2, 3):
+            book.rows_per_record = rows
+            book.backward(UnitBatch(batch, rows, rows).losses(loss(model, batch), 6))
+            wanted = oracle.norms(unit_gradients(model, loss, batch, [rows] * (6 // rows)))
+            torch.testing.assert_close(book.norms().double(), wanted.double(), rtol=1e-8, atol=0)
+            book.pop_entries()
+    assert ran == [True, False, False]
 
 
 def bk(model, loss):

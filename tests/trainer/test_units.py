@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter
+from pathlib import Path
 
 import datasets
 import pytest
@@ -109,6 +110,24 @@ def test_resuming_goes_on_with_the_draws_and_choices(tmp_path):
     rest = trainer(tmp_path / "half", max_steps=6)
     rest.train(resume_from_checkpoint=True)
     assert (training.weights(rest.model) - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+def test_a_resumed_run_may_have_its_records_in_another_order(tmp_path):
+    """It draws with a new key, from units that are read anew."""
+    half = trainer(tmp_path, key=None, max_steps=6, save_strategy="steps", save_steps=3, callbacks=[training.Stop(3)])
+    half.train()
+    rest = trainer(tmp_path, key=None, records=records()[::-1], max_steps=6)
+    rest.train(resume_from_checkpoint=True)
+    assert training.steps(tmp_path) == 6
+    assert all(event.sample_rate == 4 / 12 for event in training.ledger(tmp_path).events)
+
+
+def test_one_unit_alone_trains_and_k_may_exceed_all_counts(tmp_path):
+    alone = [{**record, "who": "me"} for record in training.text(records=5)]
+    made = trainer(tmp_path, records=alone, dp={"records_per_unit": 100, "expected_batch_size": 1}, max_steps=1)
+    made.train()
+    (event,) = training.ledger(tmp_path).events
+    assert event.sample_rate == 1 and made.num_units == 1
 
 
 def test_a_step_looks_at_units_once_and_at_most_k_of_their_records(tmp_path):
@@ -281,6 +300,39 @@ def test_a_model_is_continued_with_the_same_unit_only(tmp_path, then, works):
     assert training.steps(tmp_path / "fourth") == 1
 
 
+OTHERS = {
+    "records": {"expected_batch_size": 4},
+    "stated": {"expected_batch_size": 4, "records_per_unit": 3},
+    "units": UNITS,
+    "other column": UNITS | {"unit_column": "labels_of_who"},
+    "drawn records": UNITS | {"unit_sampling": "records"},
+    "drawn records, k = 2": UNITS | {"unit_sampling": "records", "records_per_unit": 2},
+}
+
+
+@pytest.mark.parametrize("first", OTHERS)
+def test_a_model_is_never_continued_with_another_unit(tmp_path, first):
+    """From each unit to each other one. Without a column, a larger k prices all that was spent as a group."""
+    data = [{**record, "labels_of_who": record["who"]} for record in records()]
+    settings = {"max_steps": 1, "records": data}
+    made = training.trainer(tmp_path / "first", dp=OTHERS[first], **settings)
+    made.train()
+    made.save_model(tmp_path / "saved")
+    for name, dp in OTHERS.items():
+        model = BertForSequenceClassification.from_pretrained(tmp_path / "saved")
+        again = training.trainer(tmp_path / name, model, dp=dp, **settings)
+        if name == first or {name, first} == {"records", "stated"}:
+            again.train()
+            k = 1 if name in ("units", "other column") else dp.get("records_per_unit", 1)
+            events = training.ledger(tmp_path / name).events
+            assert sum(event.steps for event in events) == 2
+            assert again.privacy_spent().epsilon >= enforced_epsilon(events, 1e-5, "rdp", k) * (1 - 1e-6)
+            continue
+        with pytest.raises(LedgerError, match="`unit_column`"):
+            again.train()
+        assert not training.ledger(tmp_path / name).events
+
+
 def test_a_batch_larger_than_the_number_of_units_is_refused(tmp_path):
     with pytest.raises(ValueError, match="`expected_batch_size`"):
         trainer(tmp_path, dp={"expected_batch_size": 13})
@@ -304,6 +356,20 @@ def test_settings_that_mean_nothing_are_refused(settings, name):
         DPConfig(noise_multiplier=1.0, **settings)
 
 
+def released(tmp_path, runs):
+    """The folders of one-step runs, by name."""
+    for name, dp in runs.items():
+        made = training.trainer(tmp_path / f"run {name}", dp=dp, records=records(), max_steps=1)
+        made.train()
+        made.save_model(tmp_path / name)
+    return {name: str(tmp_path / name) for name in runs}
+
+
+def events_of(*places):
+    statements = [json.loads((Path(place) / "privacy.json").read_text()) for place in places]
+    return [Event.from_dict(event) for statement in statements for event in statement["ledger"]["events"]]
+
+
 def test_releases_compose_per_unit_if_all_draw_the_same_unit(tmp_path, capsys):
     runs = {
         "units": UNITS,
@@ -311,19 +377,33 @@ def test_releases_compose_per_unit_if_all_draw_the_same_unit(tmp_path, capsys):
         "group": UNITS | {"unit_sampling": "records"},
         "records": {"expected_batch_size": 4},
     }
-    for name, dp in runs.items():
-        made = training.trainer(tmp_path / f"run {name}", dp=dp, records=records(), max_steps=1)
-        made.train()
-        made.save_model(tmp_path / name)
-    places = {name: str(tmp_path / name) for name in runs}
+    places = released(tmp_path, runs)
     capsys.readouterr()
     main(["compose", places["units"], places["again"], "--json"])
     found = json.loads(capsys.readouterr().out)
-    statements = [json.loads((tmp_path / name / "privacy.json").read_text()) for name in ("units", "again")]
-    events = [Event.from_dict(event) for statement in statements for event in statement["ledger"]["events"]]
+    events = events_of(places["units"], places["again"])
     assert all(event.sample_rate == 4 / 12 for event in events)
     assert found["epsilon"] == round_up(epsilon(events, found["delta"]).epsilon)
-    for others in (["units", "records"], ["records", "units"], ["units", "group"], ["group"]):
+    for others in (["units", "records"], ["records", "units"], ["units", "group"], ["group", "records"]):
+        with pytest.raises(SystemExit):
+            main(["compose", *(places[name] for name in others)])
+        assert "unit" in capsys.readouterr().err
+
+
+def test_releases_of_groups_compose_as_groups(tmp_path, capsys):
+    drawn = UNITS | {"unit_sampling": "records"}
+    stated = {"expected_batch_size": 4, "records_per_unit": 3}
+    runs = {"one": drawn, "two": drawn, "other k": drawn | {"records_per_unit": 2}, "stated": stated, "again": stated}
+    places = released(tmp_path, runs)
+    for pair in (["one", "two"], ["stated", "again"]):
+        capsys.readouterr()
+        main(["compose", *(places[name] for name in pair), "--json"])
+        found = json.loads(capsys.readouterr().out)
+        events = events_of(*(places[name] for name in pair))
+        assert found["epsilon"] == round_up(enforced_epsilon(events, found["delta"], records_per_unit=3))
+        assert found["records_per_unit"] == 3
+        assert found["epsilon"] > 1.5 * epsilon(events, found["delta"]).epsilon
+    for others in (["one", "other k"], ["one", "stated"]):
         with pytest.raises(SystemExit):
             main(["compose", *(places[name] for name in others)])
         assert "unit" in capsys.readouterr().err

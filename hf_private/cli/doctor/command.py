@@ -15,7 +15,6 @@ examples:
 
 import argparse
 import sys
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hf_private.cli.arguments import TASKS, UsageError, fraction, key_values, positive, whole
@@ -40,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="check this device instead of a model: cuda, cuda:1, cpu, ...")
     parser.add_argument("--task", choices=TASKS, help="head of the model (default: the one that its config names)")
     parser.add_argument("--batch", type=whole(1), default=8, help="records in a micro-batch (default: %(default)s)")
+    parser.add_argument(
+        "--records-per-unit",
+        type=whole(1),
+        default=1,
+        help="so many of them are one unit, which is clipped as one (default: %(default)s)",
+    )
     parser.add_argument("--length", type=whole(1), help="tokens per record (default: 128, or the model's maximum)")
     parser.add_argument(
         "--carriers",
@@ -64,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("argument MODEL: give a model or --device, one of them")
     if args.device is not None:
         return _accept(args)
+    if args.batch % args.records_per_unit:
+        raise UsageError(f"argument --batch: must hold whole units of {args.records_per_unit}, got {args.batch}")
     entries, rows = _examine(args)
     if args.json:
         print_json(_report(args, entries, rows))
@@ -97,7 +104,7 @@ def _examine(args: argparse.Namespace) -> "tuple[list[Entry], list[Row]]":
     """Coverage and costs."""
     from hf_private.gradients.coverage import coverage, without
 
-    from .models import builder, inputs, losses, on_some_device
+    from .models import UnitLosses, builder, inputs, losses, on_some_device
     from .variants import compare
 
     def examine(
@@ -110,7 +117,7 @@ def _examine(args: argparse.Namespace) -> "tuple[list[Entry], list[Row]]":
         if all(entry.status != "covered" for entry in entries):
             return entries, []
         batch = inputs(model, args.batch, length, device, mask)
-        run_batch = partial(losses, batch=batch)
+        run_batch = UnitLosses(batch, args.records_per_unit)
         return entries, compare(lambda: without(build(), entries), run_batch, args.carriers, args.bits)
 
     build = builder(args.model, args.task)
@@ -145,8 +152,9 @@ def _show(args: argparse.Namespace, entries: "list[Entry]", rows: "list[Row]") -
         if status == "refused":
             more = f" and {count - 1} more" if count > 1 else ""
             print(f"refused: {name}{more}\n  {note}", file=sys.stderr)
+    units = "" if args.records_per_unit == 1 else f", {args.records_per_unit} of one unit"
     print_table(
-        f"A micro-batch of {args.batch} records of {args.length} tokens, without the weights",
+        f"A micro-batch of {args.batch} records of {args.length} tokens{units}, without the weights",
         ("method", "trained", "noised", "peak memory", "of plain", "operations", "of plain", "total memory"),
         [
             (
@@ -179,6 +187,6 @@ def _report(args: argparse.Namespace, entries: "list[Entry]", rows: "list[Row]")
         "model": args.model,
         "numbers": sizes,
         "parameters": [vars(entry) for entry in entries],
-        "micro_batch": {"records": args.batch, "length": args.length},
+        "micro_batch": {"records": args.batch, "length": args.length, "records_per_unit": args.records_per_unit},
         "methods": {row.method: {k: v for k, v in vars(row).items() if k != "method"} for row in rows},
     }

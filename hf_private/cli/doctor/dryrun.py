@@ -85,12 +85,13 @@ def plain_step(model: nn.Module, loss: Callable[[], Tensor]) -> None:
     model.zero_grad(set_to_none=True)
 
 
-def private_step(model: nn.Module, loss: Callable[[], Tensor], method: Method) -> None:
+def private_step(model: nn.Module, loss: Callable[[], Tensor], method: Method, rows_per_unit: int = 1) -> None:
     """A micro-batch of a private step, not the first: backward pass, norms, clipped sums that add up."""
     first = next(iter(trainable(model).values()))
     dtype = accumulation_dtype(first)
     sums = {block: torch.zeros(shape, dtype=dtype, device=first.device) for block, shape in method.blocks.items()}
     with BookKeeper(model, method) as book:
+        book.rows_per_record = rows_per_unit
         losses = loss()
         book.backward(losses)
         factors = losses.detach().to(dtype)

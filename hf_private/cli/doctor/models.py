@@ -132,6 +132,17 @@ def losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return -torch.stack([_first_class(x) for x in logits]).sum(0)
 
 
+class UnitLosses:
+    """The losses of units of so many records each, for a batch: (N / rows,)."""
+
+    def __init__(self, batch: dict[str, Tensor], rows_per_record: int) -> None:
+        self.batch = batch
+        self.rows_per_record = rows_per_record
+
+    def __call__(self, model: nn.Module) -> Tensor:
+        return losses(model, self.batch).unflatten(0, (-1, self.rows_per_record)).mean(1)
+
+
 def _first_class(logits: Tensor) -> Tensor:
     """Log-probability of the first class, (N, ..., V) -> (N,)."""
     if logits.dim() == 2:

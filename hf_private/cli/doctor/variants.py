@@ -8,7 +8,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_private.gradients.bookkeeper import trainable
+from hf_private.gradients.bookkeeper import rows_per_record, trainable
 from hf_private.gradients.method import Full, Method
 from hf_private.methods.carriers.config import CarrierConfig
 from hf_private.methods.carriers.method import Carriers
@@ -95,7 +95,8 @@ def _row(name: str, model: nn.Module, method: Method | None, losses: Losses) -> 
         return Row(name, trained, 0, cost.peak_bytes, cost.flops, weights + 2 * gradients + cost.peak_bytes)
     method.attach(parameters)
     method.begin_step(0)  # carriers are computed once per logical step, not per micro-batch
-    cost = dryrun.measure(lambda: dryrun.private_step(model, lambda: losses(model), method))
+    rows = rows_per_record(losses)
+    cost = dryrun.measure(lambda: dryrun.private_step(model, lambda: losses(model), method, rows))
     noised = sum(shape.numel() for shape in method.blocks.values())
     kept = method.start_bytes if isinstance(method, Carriers) else 0  # W_0, if the carriers come from the history
     sums = 4 * sum(shape.numel() for block, shape in method.blocks.items() if block not in parameters)

@@ -11,10 +11,11 @@ have nothing to do with them. The weights are powers of two with signs, so that 
 precision. What passes is exact for this batch, whatever the layout; what passes for no axis is an error.
 
 The first pass computes input gradients only. It runs when a layer is called in a way that was not measured before: in
-the first batch of a model, and when the number of entries per record in a flattened axis is new. It needs no forward
-pass, so it leaves random state, buffers and caches alone. Two alternatives were considered. A forward pass at other
-batch sizes needs to know which axes of which inputs hold records, and shows how lengths scale, but not what a module
-does with a copy of its parameter. Propagation of axes through aten operations needs a table of all of them.
+the first batch of a model, and when the number of entries per row in a flattened axis is new. (A record is one row of
+the model's input, unless it is a unit of several rows, of which the model does not know.) It needs no forward pass, so
+it leaves random state, buffers and caches alone. Two alternatives were considered. A forward pass at other batch sizes
+needs to know which axes of which inputs hold records, and shows how lengths scale, but not what a module does with a
+copy of its parameter. Propagation of axes through aten operations needs a table of all of them.
 
 A batch of one record needs no measurement: everything belongs to it.
 
@@ -50,23 +51,35 @@ class UncoveredError(RuntimeError):
 
 @dataclass
 class Layout:
-    """Where a layer has its records, and for which numbers of entries per record that was measured."""
+    """Where a layer has its records, and for which numbers of entries per row that was measured."""
 
     axis: int | None  # None: not always on the same, so that every batch must be measured
-    calls: dict[int, int] = field(default_factory=dict)  # by entries per record
+    calls: dict[int, int] = field(default_factory=dict)  # by entries per row
 
-    def covers(self, leading: torch.Size, records: int) -> bool:
+    def covers(self, leading: torch.Size, records: int, rows: int) -> bool:
         """Whether this was measured. The order inside a flattened axis may depend on data (routing to experts), so it
         is measured again at the calls 1, 2, 4, 8, ..."""
         if self.axis is None:
             return False
-        entries, rest = divmod(leading[self.axis], records)
-        if rest or entries not in self.calls:
+        entries = entries_per_row(leading[self.axis], records, rows)
+        if entries not in self.calls:
             return False
         if entries > 1:
             self.calls[entries] = calls = self.calls[entries] + 1
             return calls & (calls - 1) != 0
         return True
+
+
+def entries_per_row(length: int, records: int, rows: int) -> int:
+    """Entries of each row, or of each record if there is one of each; 0 if neither divides an axis of this length.
+
+    >>> entries_per_row(8, 2, 4), entries_per_row(2, 2, 4), entries_per_row(6, 2, 4)
+    (2, 1, 0)
+    """
+    if length == records:
+        return 1
+    entries, rest = divmod(length, rows)
+    return 0 if rest else entries
 
 
 MODELS: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, dict[tuple, Layout]]] = WeakKeyDictionary()
@@ -117,7 +130,7 @@ class Attribution:
         if records == 1:
             return False
         layout = tap.layouts.get((self._inputs, names, len(leading)))
-        if layout is None or not layout.covers(leading, records):
+        if layout is None or not layout.covers(leading, records, tap.num_rows):
             self._new = True
             return True
         return False
@@ -176,7 +189,8 @@ class Attribution:
                 layout = tap.layouts[key] = Layout(axis)
             elif layout.axis != axis:
                 layout.axis = None
-            layout.calls.setdefault(ds.shape[axis] // tap.batch_size, 1)
+            if entries := entries_per_row(ds.shape[axis], tap.batch_size, tap.num_rows):
+                layout.calls.setdefault(entries, 1)
         return axis
 
     def _find(

@@ -118,6 +118,18 @@ MUTANTS = (
         "tests/tasks/test_unit_column.py::test_an_id_that_is_missing_or_not_comparable_is_refused_by_row[NaN]",
     ),
     Mutant(
+        "an id and the same with a blank after it are two people",
+        "tasks/unit_column.py",
+        (("            if _is_padded(one):", "            if False:"),),
+        "tests/tasks/test_unit_column.py::test_ids_with_blanks_around_them_are_refused_by_row",
+    ),
+    Mutant(
+        "True and 1 are the same person",
+        "tasks/unit_column.py",
+        (("            if _kind(one) != kind:", "            if False:"),),
+        "tests/tasks/test_unit_column.py::test_numbers_that_are_equal_but_of_two_types_are_refused",
+    ),
+    Mutant(
         "a unit may be in the training and in the evaluation data",
         "tasks/unit_column.py",
         (("            if shared is not None:", "            if False:"),),
