@@ -257,6 +257,12 @@ MUTANTS = (
         "tests/mechanism/test_units.py::test_the_step_clips_each_unit_once[bert-BK-flat]",
     ),
     Mutant(
+        "the mean is taken over the rows of the micro-batch instead of those of each unit",
+        "mechanism/units.py",
+        ((".sum(1) / self.total", ".sum(1) / num_rows"),),
+        "tests/mechanism/test_units.py::test_norms_and_sums_of_units_are_exact",
+    ),
+    Mutant(
         "rows are clipped one by one instead of units",
         "mechanism/step.py",
         (
@@ -311,8 +317,8 @@ MUTANTS = (
         (
             ("drawn = super().share(counter)", "drawn = self.draw(counter).tolist()"),
             (
-                "lists = [self._chosen(unit, counter) for unit in drawn]",
-                "lists = [self._chosen(unit, counter)[self.rank :: self.world_size] for unit in drawn]",
+                "records = self._chosen(drawn, counter) if self.draws_units",
+                "records = self._chosen(drawn, counter)[self.rank :: self.world_size] if self.draws_units",
             ),
         ),
         "tests/mechanism/test_units.py::test_ranks_share_a_draw_and_a_unit_is_on_one_of_them[units-2]",
