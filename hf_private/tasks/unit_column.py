@@ -52,6 +52,9 @@ class UnitColumn:
         """The id of each record. A `datasets.Dataset` is read by column, anything else record by record."""
         kind: Any = None
         for row, value in enumerate(self._values(dataset)):
+            if type(value) is kind and (kind is int or (kind is str and value and value == value.strip())):
+                yield value  # what is below, for most columns and in a fraction of its time
+                continue
             one = _plain(value)
             if one is None:
                 raise ValueError(
