@@ -122,12 +122,12 @@ def test_units_are_not_measured_again_after_single_rows(name, monkeypatch):
     monkeypatch.setattr(Attribution, "measure", lambda *args: ran.append(measure(*args)) or ran[-1])
     model, loss = zoo.build(name)
     batch = zoo.make_batch(model.eval(), 6)
+    wanted = {rows: oracle.norms(unit_gradients(model, loss, batch, [rows] * (6 // rows))) for rows in (1, 2, 3)}
     with BookKeeper(model) as book:
-        for rows in (1, 2, 3):
+        for rows, norms in wanted.items():
             book.rows_per_record = rows
             book.backward(UnitBatch(batch, rows, rows).losses(loss(model, batch), 6))
-            wanted = oracle.norms(unit_gradients(model, loss, batch, [rows] * (6 // rows)))
-            torch.testing.assert_close(book.norms().double(), wanted.double(), rtol=1e-8, atol=0)
+            torch.testing.assert_close(book.norms().double(), norms.double(), rtol=1e-8, atol=0)
             book.pop_entries()
     assert ran == [True, False, False]
 
