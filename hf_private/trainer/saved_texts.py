@@ -10,8 +10,10 @@ from torch import nn
 
 from hf_private.tasks.heads import base_model
 
-PUBLIC = frozenset(  # `differential_privacy` is our own mark
-    "differential_privacy use_cache problem_type _name_or_path dtype torch_dtype transformers_version".split()
+# `differential_privacy` is our own mark; `save_pretrained` sets `architectures` to the name of the model's class
+PUBLIC = frozenset(
+    "architectures differential_privacy use_cache problem_type _name_or_path dtype torch_dtype"
+    " transformers_version".split()
 )
 
 

@@ -381,6 +381,15 @@ def test_data_in_settings_or_a_vocabulary_is_not_saved(tmp_path: Path, where: st
 
 
 @quick
+def test_a_checkpoint_names_the_class_of_a_new_model(tmp_path: Path) -> None:
+    made = training.trainer(tmp_path / "run", save_strategy="steps", save_steps=2)
+    made.model.config.architectures = None
+    made.train()
+    made.save_model(str(tmp_path / "out"))
+    assert steps(tmp_path / "out") == 4
+
+
+@quick
 def test_settings_may_change_before_and_after_a_run(tmp_path: Path) -> None:
     words = tokenizer()
     made = training.trainer(tmp_path / "run", processing_class=words)
