@@ -7,6 +7,9 @@ import torch
 from architectures import FIRST_WORD, VOCABULARY
 from torch import Tensor, nn
 
+# Models that take patches in one row for all records only, and those whose patches are small images, not numbers.
+ONE_ROW = ("Cosmos3Edge", "HunYuanVL", "Kimi", "PaddleOCR", "MuseGlimmer")
+SMALL_IMAGES = ("Kimi", "PaddleOCR")
 SAMPLES = 4800  # of sound: the convolutions in front make a few dozen frames of it
 
 
@@ -91,10 +94,12 @@ def images(base: Any, batch_size: int, generator: torch.Generator, dtype: torch.
     if "image_grid_thw" in takes:
         channels, side = getattr(vision, "in_channels", channels), 2 * getattr(vision, "spatial_merge_size", 2)
         frames = getattr(vision, "temporal_patch_size", getattr(vision, "patch_temporal", 1))
-        flat = random(side**2, channels * frames * patch**2).flatten(0, 1)
-        if any(isinstance(m, nn.Conv2d) for m in base.modules()) and not _flattens(base):
-            flat = flat.unflatten(-1, (channels, patch, patch))
-        return {"pixel_values": flat, "image_grid_thw": each(1, side, side)}
+        patches = random(side**2, channels * frames * patch**2)
+        if type(base).__name__.startswith(ONE_ROW):
+            patches = patches.flatten(0, 1)
+        if type(base).__name__.startswith(SMALL_IMAGES):
+            patches = patches.unflatten(-1, (channels, patch, patch))
+        return {"pixel_values": patches, "image_grid_thw": each(1, side, side)}
     if "spatial_shapes" in takes:
         return {
             "pixel_values": random(16, channels * patch**2),
@@ -118,11 +123,6 @@ def images(base: Any, batch_size: int, generator: torch.Generator, dtype: torch.
     if "high_res_pixel_values" in takes:
         more["high_res_pixel_values"] = random(*image_shape(config.high_res_vision_config))
     return {"pixel_values": random(*shape), **more}
-
-
-def _flattens(base: Any) -> bool:
-    """Whether a vision model takes each patch as a row of numbers, and not as a small image."""
-    return not type(base).__name__.startswith(("Kimi", "PaddleOCR"))
 
 
 def sound(

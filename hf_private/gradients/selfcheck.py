@@ -160,13 +160,17 @@ def _equal(x: Tensor | None, y: Tensor | None) -> bool:
 def _writes(model: nn.Module) -> dict[str, float]:
     """How often each parameter was written to, as torch counts; a copy to compare with would double a large model.
 
-    Of experts with an adapter the sum: PEFT writes each of their weights to itself. Not of shards, which FSDP2 itself
-    gathers and writes.
+    Of experts and routers with an adapter the sum: PEFT's ParamWrapper writes each of their weights to itself. Not of
+    shards, which FSDP2 itself gathers and writes.
     """
+    kinds = {path: type(module).__name__ for path, module in model.named_modules()}
+
+    def writes_to_itself(path: str, module: nn.Module) -> bool:
+        wrapper = kinds.get(path.rpartition(".")[0])
+        return is_adapted(path) and (not isinstance(module, nn.Linear) or wrapper == "ParamWrapper")
+
     return {
-        name: float(p.detach().sum(dtype=torch.float64))
-        if is_adapted(path) and not isinstance(module, nn.Linear)
-        else p._version
+        name: float(p.detach().sum(dtype=torch.float64)) if writes_to_itself(path, module) else p._version
         for path, module in model.named_modules()
         for name, p in module.named_parameters(path, recurse=False)
         if not isinstance(p, DTensor)

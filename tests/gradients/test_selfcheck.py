@@ -478,6 +478,27 @@ def test_it_says_that_it_runs(capsys):
     assert "Checking per-sample gradients" in capsys.readouterr().err  # how often it is drawn depends on the machine
 
 
+class Routed(nn.Module):
+    """A linear layer of which PEFT adapts the weight, not the layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.head = nn.Linear(6, 6), nn.Linear(6, 1)
+
+    def forward(self, x):
+        return self.head(self.gate(x).tanh())
+
+
+def test_lora_on_the_weight_of_a_linear_layer_passes():
+    torch.manual_seed(0)
+    model = get_peft_model(Routed(), LoraConfig(r=2, target_modules=[], target_parameters=["gate.weight"]))
+
+    def make(records, length, generator=None):
+        return {"x": torch.randn(records, length, 6, generator=generator)}
+
+    assert "exact" in self_check(model, lambda model, batch: model(batch["x"]).square().mean((1, 2)), make)
+
+
 def test_lora_on_experts_passes():
     """PEFT writes their weights to themselves in each forward pass, which changes nothing."""
     model = get_peft_model(zoo.make("mixtral"), LoraConfig(r=2, target_modules=[], target_parameters=["down_proj"]))
