@@ -59,6 +59,47 @@ def vit() -> hf.PreTrainedModel:
     return hf.ViTForImageClassification(hf.ViTConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
 
 
+def deberta() -> hf.PreTrainedModel:
+    """DeBERTa-v3-small, with fewer words."""
+    config = hf.DebertaV2Config(
+        **NO_DROPOUT, vocab_size=32000, hidden_size=768, num_hidden_layers=6, num_attention_heads=12,
+        type_vocab_size=0, intermediate_size=3072, relative_attention=True, position_buckets=256,
+        norm_rel_ebd="layer_norm", share_att_key=True, pos_att_type=["p2c", "c2p"], position_biased_input=False,
+        max_relative_positions=-1,
+    )  # fmt: skip
+    return hf.DebertaV2ForSequenceClassification(config)
+
+
+def moe() -> hf.PreTrainedModel:
+    """A mixture of 8 experts, of which each token goes to two."""
+    config = hf.MixtralConfig(
+        vocab_size=32000, hidden_size=512, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=8,
+        num_key_value_heads=4, num_local_experts=8, use_cache=False,
+    )  # fmt: skip
+    return hf.MixtralForCausalLM(config)
+
+
+def whisper() -> hf.PreTrainedModel:
+    """Whisper-base on six seconds of sound."""
+    config = hf.WhisperConfig(
+        d_model=512, encoder_layers=6, decoder_layers=6, encoder_attention_heads=8, decoder_attention_heads=8,
+        encoder_ffn_dim=2048, decoder_ffn_dim=2048, max_source_positions=300, use_cache=False,
+    )  # fmt: skip
+    return hf.WhisperForConditionalGeneration(config)
+
+
+def wav2vec2() -> hf.PreTrainedModel:
+    """wav2vec2 of half the depth: the weight of its convolution over positions is computed, so records have copies."""
+    config = hf.Wav2Vec2Config(
+        num_hidden_layers=6, hidden_dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, feat_proj_dropout=0.0,
+        final_dropout=0.0, layerdrop=0.0, apply_spec_augment=False, do_stable_layer_norm=True,
+        feat_extract_norm="layer",
+    )  # fmt: skip
+    model = hf.Wav2Vec2ForSequenceClassification(config)
+    model.wav2vec2.masked_spec_embed.requires_grad_(False)
+    return model
+
+
 MODELS: dict[str, Callable[[], hf.PreTrainedModel]] = {
     "bert": bert,
     "roberta": roberta,
@@ -67,6 +108,10 @@ MODELS: dict[str, Callable[[], hf.PreTrainedModel]] = {
     "gpt2untied": lambda: gpt2(tied=False),
     "llama": llama,
     "vit": vit,
+    "deberta": deberta,
+    "moe": moe,
+    "whisper": whisper,
+    "wav2vec2": wav2vec2,
 }
 
 
@@ -74,7 +119,12 @@ def make_batch(model: hf.PreTrainedModel, name: str, batch_size: int, length: in
     if name == "vit":
         return {"pixel_values": torch.randn(batch_size, 3, 224, 224), "labels": torch.randint(2, (batch_size,))}
     ids = torch.randint(1000, 20000, (batch_size, length))
-    labels = ids if model.config.model_type in ("gpt2", "llama") else torch.randint(2, (batch_size,))
+    if name == "whisper":
+        features = torch.randn(batch_size, model.config.num_mel_bins, 2 * model.config.max_source_positions)
+        return {"input_features": features, "labels": ids}
+    if name == "wav2vec2":  # `length` frames of 20 ms
+        return {"input_values": torch.randn(batch_size, 320 * length + 80), "labels": torch.randint(2, (batch_size,))}
+    labels = ids if model.config.model_type in ("gpt2", "llama", "mixtral") else torch.randint(2, (batch_size,))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
@@ -89,6 +139,21 @@ def plain(model: nn.Module, batch: dict) -> Step:
         model(**batch).loss.backward()
         for p in parameters:
             p.grad = None
+
+    return step
+
+
+def loop(model: nn.Module, batch: dict) -> Step:
+    """What book-keeping replaces: the records one after the other, each clipped to 1."""
+    parameters = list(trainable(model).values())
+    records = [{key: x[n : n + 1] for key, x in batch.items()} for n in range(len(batch["labels"]))]
+
+    def step() -> None:
+        sums = [torch.zeros_like(p) for p in parameters]
+        for record in records:
+            grads = torch.autograd.grad(model(**record).loss, parameters, materialize_grads=True)
+            norm = torch.stack([g.norm() for g in grads]).norm()
+            torch._foreach_add_(sums, grads, alpha=float((1 / norm).clamp(max=1)))
 
     return step
 

@@ -7,7 +7,7 @@
 Each model type is built with each of its heads (`architectures.py`) in float64, trained in full and with LoRA. At
 several numbers of records B and lengths T (in most of them B divides T), norms and weighted sums of the engine are
 compared with those of one record at a time. What is exact is then put through the self-check, once per type. Results:
-`results/families.json`, and `results/families.md`.
+`results/families.json`, `results/families.md`, and the table in the guide to gradients.
 """
 
 import argparse
@@ -36,6 +36,8 @@ from hf_private.tasks.losses import PerSampleLoss
 from hf_private.tasks.synthetic import synthetic_batch
 
 RESULTS = Path(__file__).parent / "results"
+GUIDE = Path(__file__).parents[1] / "hf_private" / "gradients" / "README.md"
+BEGIN, END = "<!-- made by recipes/families.py -->", "<!-- end -->"
 SIZES = ((5, 7), (4, 8))  # records, length
 EXACT = 1e-5  # some models compute a part of themselves in float32
 EXACT_SINGLE = 1e-3  # for models that float64 is too wide for: masks of its least number, parts of a fixed type
@@ -258,21 +260,55 @@ def _unfinished(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def report(rows: list[dict[str, Any]]) -> str:
-    """The tables, as Markdown."""
+def counts_table(rows: list[dict[str, Any]]) -> list[str]:
+    """How many types have which status."""
     lines = [
-        "# Which architectures are exact",
-        "",
-        f"Every architecture of transformers {transformers.__version__} with a training head, built tiny, in float64,"
-        " against one record at a time. Made by `make families`.",
-        "",
-        *_unfinished(rows),
         "| types | " + " | ".join([*STATUSES, "mixed by head"]) + " |",
         "| --- |" + " --- |" * (len(STATUSES) + 1),
     ]
     for method, title in (("full", "full fine-tuning"), ("lora", "LoRA on linear layers")):
         counts = Counter(by_type(rows, method).values())
         lines.append(f"| {title} | " + " | ".join(str(counts[s]) for s in [*STATUSES, "mixed by head"]) + " |")
+    return lines
+
+
+def guide_table(rows: list[dict[str, Any]], version: str) -> str:
+    """What the guide to gradients shows of it."""
+    lines = [f"transformers {version}, by model type:", "", *_unfinished(rows), *counts_table(rows), ""]
+    for method, title in (("full", "Full fine-tuning"), ("lora", "LoRA")):
+        types = by_type(rows, method)
+        for status in ("exact by fallback", "refused"):
+            names = ", ".join(sorted(t for t, s in types.items() if s == status))
+            lines.append(f"- {title}, {status}: {names or 'none'}")
+    return "\n".join(lines)
+
+
+def with_guide_table(text: str, table: str) -> str:
+    """The guide with that table between its marks."""
+    front, _, rest = text.partition(BEGIN)
+    return f"{front}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}"
+
+
+def report(rows: list[dict[str, Any]], version: str) -> str:
+    """The tables, as Markdown."""
+    without = sum(row["status"] == "exact" and not row.get("copied") for row in rows)
+    exact, minutes = sum(row["status"] == "exact" for row in rows), sum(row["seconds"] for row in rows) / 60
+    lines = [
+        "# Which architectures are exact",
+        "",
+        f"Every architecture of transformers {version} with a training head, built tiny, in float64, against one"
+        f" record at a time. Made by `make families` in {minutes:.0f} minutes of CPU time.",
+        "",
+        *_unfinished(rows),
+        *counts_table(rows),
+        "",
+        "**Exact** is by rules: the weights that are multiplied with activations have gradients that are never formed, or"
+        " are formed in the backward pass as a convolution's. Small parameters (scales, tables, class tokens) may have a"
+        f" copy for each record. {without} of the {exact} exact rows have no copies. **Exact by fallback** has copies of a"
+        " weight that is multiplied, `BookKeeper.formed`, which a warning names. **Refused** is an error that names the"
+        " parameter. **Not built** says nothing of a type: no tiny model, no inputs, a library that is not installed, or"
+        " a loop that torch's own gradients do not add up to.",
+    ]
     for method, title in (("full", "Full fine-tuning"), ("lora", "LoRA")):
         types = by_type(rows, method)
         lines += ["", f"## {title}", ""]
@@ -324,7 +360,10 @@ def main() -> None:
         args.output.write_text(json.dumps({"transformers": transformers.__version__, "rows": done}, indent=1) + "\n")
         print(key, row["status"], row.get("reason", row.get("self_check", ""))[:200], flush=True)
         gc.collect()
-    args.output.with_suffix(".md").write_text(report(list(done.values())))
+    version = json.loads(args.output.read_text())["transformers"]
+    args.output.with_suffix(".md").write_text(report(list(done.values()), version))
+    if args.output.parent == RESULTS:
+        GUIDE.write_text(with_guide_table(GUIDE.read_text(), guide_table(list(done.values()), version)))
 
 
 if __name__ == "__main__":
