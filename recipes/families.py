@@ -306,8 +306,8 @@ def report(rows: list[dict[str, Any]], version: str) -> str:
         " or formed in the backward pass, as a convolution's. Small parameters (scales, tables, class tokens) may have"
         f" a copy for each record; {without} of the {exact} exact rows have none. **Exact by fallback** has copies of"
         " a weight that is multiplied (`BookKeeper.formed`), which a warning names. **Refused** is an error that names"
-        " the parameter. **Not built** says nothing of a type: no tiny model, no inputs, a library that is not installed, or"
-        " a loop that torch's own gradients do not add up to.",
+        " the parameter. **Not built** says nothing: no tiny model, no inputs, a library that is not installed,"
+        " or a loop that torch's own gradients do not add up to.",
     ]
     for method, title in (("full", "Full fine-tuning"), ("lora", "LoRA")):
         types = by_type(rows, method)
