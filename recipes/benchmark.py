@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 import transformers as hf
-from engines import MODELS, OURS, Step, anchors, loop, lora, make_batch, minilm, with_method
+from engines import MODELS, OURS, Step, anchors, in_half_precision, loop, lora, make_batch, minilm, with_method
 from peers import PEERS
 from torch import nn
 from torch.autograd.profiler_util import EventList
@@ -83,7 +83,7 @@ AIMS = (
 
 def prepare(setting: str, engines: list[str]) -> tuple[dict[str, dict], dict[str, Step]]:
     """By engine: bytes and operations of one step, and the step. Skips peers that are absent or refuse the model."""
-    name, _, size = setting.partition("-")
+    name, size, *precision = setting.split("-")
     batch_size, length = map(int, size.split("x"))
     rows: dict[str, dict] = {}
     steps: dict[str, Step] = {}
@@ -91,6 +91,8 @@ def prepare(setting: str, engines: list[str]) -> tuple[dict[str, dict], dict[str
         torch.manual_seed(0)
         model = MODELS[name]().train()
         batch = make_batch(model, name, batch_size, length)
+        if precision:
+            in_half_precision(model)
         try:
             step = ENGINES[engine](model, batch)
             if engine in UNCOUNTED:

@@ -115,6 +115,11 @@ MODELS: dict[str, Callable[[], hf.PreTrainedModel]] = {
 }
 
 
+def in_half_precision(model: nn.Module) -> None:
+    """Run the model's forward pass in bfloat16 autocast, as Accelerate does for `bf16=True`."""
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+
+
 def make_batch(model: hf.PreTrainedModel, name: str, batch_size: int, length: int) -> dict[str, Tensor]:
     if name == "vit":
         return {"pixel_values": torch.randn(batch_size, 3, 224, 224), "labels": torch.randint(2, (batch_size,))}

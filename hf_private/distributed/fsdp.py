@@ -8,7 +8,7 @@ ranks, layer by layer, so that each rank keeps its rows. And these rows get thei
 Blocks that are not parameters (gradient carriers) are small: every rank holds them whole.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -114,12 +114,10 @@ class Shards:
             yield from ((batch, True) for batch in batches)
             return
         assert self.dummy is not None
-        remaining = iter(batches)
-        while True:
-            batch = next(remaining, None)
-            if not self.ranks.any(batch is not None):
-                return
-            yield (self.dummy(), False) if batch is None else (batch, True)
+        own = batches if isinstance(batches, Sized) else list(batches)
+        count = self.ranks.largest(len(own))  # once: with nccl, the host waits for the answer
+        yield from ((batch, True) for batch in own)
+        yield from ((self.dummy(), False) for _ in range(count - len(own)))
 
     def scattered(
         self, entries: dict[str, PerSample], blocks: Iterable[str], num_records: int

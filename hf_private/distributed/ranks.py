@@ -82,11 +82,15 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is True on at least one rank."""
+        return bool(self.largest(int(flag)))
+
+    def largest(self, number: int) -> int:
+        """The largest of the numbers of all ranks."""
         if self.world_size == 1:
-            return flag
-        message = torch.tensor(int(flag), dtype=torch.int32, device=self.device)
+            return number
+        message = torch.tensor(number, dtype=torch.int64, device=self.device)
         dist.all_reduce(message, dist.ReduceOp.MAX)
-        return bool(message)
+        return int(message)
 
     def run_on_all(self, action: Callable[..., T], *args: Any) -> T:
         """Run an action on every rank. If it fails on one rank, all ranks raise an error and nothing continues."""

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.linalg import vecdot, vector_norm
 
+from .products import ROUNDING, is_half, operands, product, weighted_product, widen
+
 # The Gram form of a norm can cancel: its rounding error is relative to (sum_t |a_t||ds_t|)^2, not to the norm.
 # `sq_norm` adds this many units of the dtype's epsilon times that bound, so that it never rounds down.
 ROUNDING_UNITS = 32
@@ -26,11 +28,6 @@ SAFE = (2.0**-25, 2.0**8)
 
 # Numbers that torch may square and add up one after another in float32. Of millions it loses more than the slack.
 SUMMED = 4096
-
-
-def widen(x: Tensor) -> Tensor:
-    """Return `x` in float32 or better: half precision is for the model, never for norms and sums."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def per_record(c: Tensor, like: Tensor) -> Tensor:
@@ -67,8 +64,9 @@ class Gram:
     strips: list[Tensor]
     lengths: Tensor  # |x_t|: (N, T), as they were scaled
 
-    def __init__(self, x: Tensor) -> None:
-        wide = widen(x)
+    def __init__(self, x: Tensor, half: bool = False) -> None:
+        wide = widen(x.to(torch.bfloat16) if half else x)
+        self.half = half  # x is rounded to bfloat16, and products of it may be those of `products.product`
         self.exponent: Tensor | None = None
         if x.device.type not in ("cpu", "meta"):
             wide, self.exponent = rescaled(wide)
@@ -79,8 +77,9 @@ class Gram:
 
     def _multiply(self, x: Tensor) -> None:
         length = x.shape[1]
-        columns, width = x.mT, min(self.STRIP, max(self.STRIP // 2, length // 2))
-        self.strips = [torch.bmm(x[:, t : t + width], columns[:, :, t:]) for t in range(0, length, width)]
+        # oneDNN, which multiplies bfloat16, would copy each strip to make it contiguous.
+        columns, width = x.mT, length if self.half else min(self.STRIP, max(self.STRIP // 2, length // 2))
+        self.strips = [product(x[:, t : t + width], columns[:, :, t:], self.half) for t in range(0, length, width)]
         diagonals = [strip.diagonal(dim1=1, dim2=2) for strip in self.strips]
         self.lengths = torch.cat(diagonals, 1).clamp_(min=0).sqrt_()
         for strip in self.strips[:-1]:  # beyond its diagonal block, a strip stands for its mirror image too:
@@ -111,10 +110,10 @@ class Grams:
     def __init__(self) -> None:
         self._known: dict[tuple, tuple[Tensor, Gram]] = {}
 
-    def __call__(self, x: Tensor) -> Gram:
-        key = (x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version)
+    def __call__(self, x: Tensor, half: bool = False) -> Gram:
+        key = (x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version, half)
         # Holding x keeps its address from being given to another tensor while the entry lives.
-        entry = self._known.pop(key, None) or (x, Gram(x))
+        entry = self._known.pop(key, None) or (x, Gram(x, half))
         self._known[key] = entry
         if len(self._known) > self.KEPT:
             self._known.pop(next(iter(self._known)))
@@ -232,42 +231,50 @@ class Outer(PerSample):
         rows, columns = self.left.shape[2], self.right.shape[2]
         return FORMED_MAY_BE * self.left.shape[1] * (rows + columns) >= rows * columns
 
+    @property
+    def half(self) -> bool:
+        """Whether this is the gradient of operands in bfloat16: see products.py."""
+        return is_half(self.left, self.right)
+
     def sq_norm(self, grams: Grams | None = None) -> Tensor:
+        total, bound = self.sq_parts(grams)
+        return total if bound is None else total.sqrt_().add_(bound, alpha=ROUNDING).square_()
+
+    def sq_parts(self, grams: Grams | None = None) -> tuple[Tensor, Tensor | None]:
+        """Squared norms (N,), and `sum_t |left_t| |right_t|` (N,) if a weighted sum rounds once more."""
+        half = self.half
         if self.left.shape[1] == 1:
-            left, right = (x.double().square().sum((1, 2)) for x in (self.left, self.right))  # no underflow
-            return (left * right).to(widen(self.left).dtype)
+            left, right = operands(self.left, self.right)
+            squares = [x.double().square().sum((1, 2)) for x in (left, right)]  # no underflow
+            total = (squares[0] * squares[1]).to(widen(left).dtype)
+            return total, total.sqrt() if half else None
         grams = grams or Grams()
-        left, right = grams(self.left), grams(self.right)
-        bound = vecdot(left.lengths, right.lengths).square_()
+        left, right = grams(self.left, half), grams(self.right, half)
+        bound = vecdot(left.lengths, right.lengths)
         exact = left.dot(right)
         limits, (_, positions, rows), columns = torch.finfo(exact.dtype), self.left.shape, self.right.shape[2]
         lost = limits.tiny * SAFE[1] ** 2 * positions**2 * (rows + columns)  # by squares that underflow
-        total = exact.clamp_(min=0).add_(bound, alpha=ROUNDING_UNITS * limits.eps).add_(lost)
+        total = exact.clamp_(min=0).add_(bound.square(), alpha=ROUNDING_UNITS * limits.eps).add_(lost)
         exponents = [gram.exponent for gram in (left, right) if gram.exponent is not None]
-        if not exponents:
-            return total
-        return (total.double() * power_of_two(2 * torch.stack(exponents).sum(0), torch.float64)).to(total.dtype)
+        if exponents:
+            exponent = torch.stack(exponents).sum(0)
+            total = (total.double() * power_of_two(2 * exponent, torch.float64)).to(total.dtype)
+            bound = (bound.double() * power_of_two(exponent, torch.float64)).to(bound.dtype)
+        return total, bound if half else None
 
     def weighted_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
-        left, right = widen(self.left), widen(self.right)
-        if left.shape[2] <= right.shape[2]:  # scale the smaller factor
-            left = left * per_record(c, left)
-        else:
-            right = right * per_record(c, right)
-        left, right = left.flatten(0, 1).t(), right.flatten(0, 1)
         if into is None:
-            return torch.mm(left, right).view(self.shape)
-        matrix = into.view(left.shape[0], -1)
-        torch.addmm(matrix, left, right, out=matrix)  # as `addmm_`, which torch's counter of operations does not know
+            return weighted_product(self.left, self.right, c).view(self.shape)
+        weighted_product(self.left, self.right, c, into.view(self.left.shape[2], -1))
         return into
 
     def dense(self) -> Tensor:
-        left, right = widen(self.left), widen(self.right)
+        left, right = operands(self.left, self.right)
         if right.shape[2] < min(left.shape[2], 16):  # few columns (LoRA's B): several times as slow as few rows
-            product = torch.bmm(right.transpose(1, 2), left).transpose(1, 2).contiguous()
+            formed = product(right.transpose(1, 2), left, self.half).transpose(1, 2).contiguous()
         else:
-            product = torch.bmm(left.transpose(1, 2), right)
-        return product.view(len(product), *self.shape)
+            formed = product(left.transpose(1, 2), right, self.half)
+        return formed.view(len(formed), *self.shape)
 
     def masked(self, keep: Tensor) -> "Outer":
         left, right = (x.where(per_record(keep, x).bool(), 0) for x in (self.left, self.right))
@@ -278,8 +285,9 @@ class Outer(PerSample):
 
         sum_{t,s} left[s, v_t] * (right_s . ds_t), by gathering: no (N, vocabulary, d) tensor.
         """
-        picked = widen(self.left).gather(2, other.index.unsqueeze(1).expand(-1, self.left.shape[1], -1))
-        return (picked * torch.bmm(widen(self.right), widen(other.ds).transpose(1, 2))).sum((1, 2))
+        left, right = (widen(x) for x in operands(self.left, self.right))
+        picked = left.gather(2, other.index.unsqueeze(1).expand(-1, left.shape[1], -1))
+        return (picked * torch.bmm(right, widen(other.ds).transpose(1, 2))).sum((1, 2))
 
     def __add__(self, other: PerSample) -> PerSample:
         if isinstance(other, Outer):
@@ -348,10 +356,11 @@ class Tied(PerSample):
         self.outer, self.rows = outer, rows
 
     def sq_norm(self, grams: Grams | None = None) -> Tensor:
-        outer, rows = self.outer.sq_norm(grams), self.rows.sq_norm()
+        (outer, bound), rows = self.outer.sq_parts(grams), self.rows.sq_norm()
         exact = outer + rows + 2 * self.outer.inner(self.rows)
         # The cross term may cancel; its rounding is relative to the parts.
-        return exact.clamp_min(0) + (outer + rows) * (ROUNDING_UNITS * torch.finfo(exact.dtype).eps)
+        total = exact.clamp_min(0) + (outer + rows) * (ROUNDING_UNITS * torch.finfo(exact.dtype).eps)
+        return total if bound is None else total.sqrt_().add_(bound, alpha=ROUNDING).square_()
 
     def weighted_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
         return self.rows.weighted_sum(c, self.outer.weighted_sum(c, into))

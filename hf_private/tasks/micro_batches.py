@@ -6,7 +6,7 @@ other records of the batch, neither on their number nor on their length.
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,25 @@ class LogicalBatch:
 
     def __contains__(self, item: object) -> bool:
         return False
+
+
+class OneByOne:
+    """Micro-batches that are prepared when their turn comes, and whose number is known before.
+
+    >>> batches = OneByOne([1, 2], str)
+    >>> len(batches), list(batches)
+    (2, ['1', '2'])
+    """
+
+    def __init__(self, micro_batches: Sequence[Any], prepare: Callable[[Any], Any]) -> None:
+        self.micro_batches = micro_batches
+        self.prepare = prepare
+
+    def __len__(self) -> int:
+        return len(self.micro_batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.prepare, self.micro_batches)
 
 
 class LogicalCollator:

@@ -5,6 +5,7 @@ it, so that each turn of Trainer's loop is one private step. Nothing un-noised l
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from transformers import EvalPrediction, TrainerCallback, TrainingArguments
 from hf_private.config import DPConfig
 from hf_private.distributed.ranks import Ranks
 from hf_private.mechanism.step import Mechanism
-from hf_private.mechanism.units import as_unit_batch
+from hf_private.mechanism.units import UnitBatch, as_unit_batch
 from hf_private.spending.spending import Spending
 from hf_private.tasks.losses import PerSampleLoss
+from hf_private.tasks.micro_batches import OneByOne
 from hf_private.tasks.unit_column import UnitColumn
 
 from .callbacks import PrivacyCallback, UpdateCallback, show_epsilon_in_notebooks
@@ -158,7 +160,7 @@ class PrivateMixin(TrainingMixin):
         assert self._forward_guard is not None
         self._forward_guard.check()
         self.provenance.check_step()
-        self._mechanism.step(as_unit_batch(part).map(self._ready) for part in inputs.micro_batches)
+        self._mechanism.step(OneByOne(inputs.micro_batches, self._ready))
         self.step_guard.note_release(self._mechanism.model)
         self.provenance.register_step()
         if not self._gradients_checked and inputs.size:
@@ -168,13 +170,14 @@ class PrivateMixin(TrainingMixin):
         loss = seen["loss_sum"] / max(seen["batch_size"], 1) if seen else 0.0
         return torch.full((), loss, device=self.args.device)
 
-    def _ready(self, batch: Any) -> Any:
+    def _ready(self, micro_batch: Any) -> UnitBatch:
         """A micro-batch on the device, checked before it goes there: afterwards the host would wait for each check."""
         assert self._mechanism is not None
-        loss = self._mechanism.per_sample_loss
+        model, loss = self._mechanism.model, self._mechanism.per_sample_loss
+        part = as_unit_batch(micro_batch)
         if isinstance(loss, PerSampleLoss):
-            batch = loss.checked(self._mechanism.model, batch)
-        return self._prepare_inputs(batch)
+            part = part.map(partial(loss.checked, model))
+        return part.map(self._prepare_inputs)
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """No second clip: each record was clipped before the noise."""

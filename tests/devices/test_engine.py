@@ -38,3 +38,9 @@ ALLOWED = {"GEP": 2}
 def test_a_step_waits_for_the_device_only_where_the_model_itself_does(found, case, noise):
     added = Counter(found[case, noise]["syncs"]) - Counter(found[case, noise]["own_syncs"])
     assert added.total() <= ALLOWED.get(case, 0), added
+
+
+@pytest.mark.parametrize(("case", "noise"), [(case, noise) for case, noises in NOISES.items() for noise in noises])
+def test_nothing_of_the_size_of_the_model_is_copied_but_noise(found, case, noise):
+    large = {line for line, size in found[case, noise]["largest"].items() if size > 100}
+    assert all(line.startswith("hf_private/mechanism/noise.py:") for line in large), large

@@ -39,7 +39,7 @@ from hf_private.gradients.persample import (
     widen,
 )
 from hf_private.gradients.tensors import accumulation_dtype
-from hf_private.methods.subspace import Books, broadcast_first, orthonormal, public_generator
+from hf_private.methods.subspace import Books, broadcast_first, orthonormal, public_start
 
 # Slack s of the residual's norm^2, which is taken as |g|^2 - |w|^2 + s|g|^2. It covers rounding, which is relative to
 # |g| and not to |r|, and by bounding c|g| <= S2 / sqrt(s) it keeps small the rounding of the two sums that cancel.
@@ -59,7 +59,7 @@ def formed(value: PerSample, at_most: int) -> Iterator[Tensor]:
     """The gradients themselves (n, p), `at_most` records at a time."""
     if isinstance(value, Outer):
         for left, right in zip(value.left.split(at_most), value.right.split(at_most), strict=True):
-            yield torch.bmm(widen(left).transpose(1, 2), widen(right)).flatten(1)
+            yield Outer(left, right).dense().flatten(1)
     else:
         yield from value.dense().flatten(1).split(at_most)
 
@@ -242,7 +242,7 @@ class Anchors(Method):
                 "`anchor_dataset` must be given with `anchors`, got None. It may be public data without labels."
             )
         self.basis = {}  # frees the previous one
-        self.basis = {name: self._gaussian(name, step) for name in self.parameters}
+        self.basis = {name: self._start(name, step) for name in self.parameters}
         for _ in range(self.power_iterations):
             product = {name: torch.zeros_like(basis) for name, basis in self.basis.items()}
             for entries in self.books(step, _PublicBook(self)):
@@ -279,12 +279,11 @@ class Anchors(Method):
         for name, part in zip(group.names, orthonormal(rows.t()).t().split(sizes, 1), strict=True):
             self.basis[name] = part.reshape(group.k, *self.parameters[name].shape)
 
-    def _gaussian(self, name: str, step: int) -> Tensor:
+    def _start(self, name: str, step: int) -> Tensor:
         """Start of the power iteration (k, *shape): equal on every rank and in every run with this seed."""
-        generator = public_generator(self.seed, step, name)
         p = self.parameters[name]
         k = self.groups[self.group_of[name]].k
-        return torch.randn(k, *p.shape, generator=generator, dtype=accumulation_dtype(p)).to(p.device)
+        return public_start((k, *p.shape), accumulation_dtype(p), p.device, self.seed, step, name)
 
     @property
     def basis_bytes(self) -> int:

@@ -63,7 +63,7 @@ def test_the_subspace_is_that_of_the_power_method_on_formed_gradients(case):
     for members, _ in method.groups.values():
         g = formed([{name: one[name] for name in members} for one in anchor_gradients])
         found = torch.cat([method.basis[name].flatten(1) for name in members], 1)
-        b = torch.cat([method._gaussian(name, 0).flatten(1) for name in members], 1)
+        b = torch.cat([method._start(name, 0).flatten(1) for name in members], 1)
         for _ in range(iterations):
             b = torch.linalg.qr(((g @ b.T).T @ g).T).Q.T
         rank = min(len(b), torch.linalg.matrix_rank(g).item())  # beyond, directions are arbitrary

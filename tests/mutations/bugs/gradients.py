@@ -105,7 +105,7 @@ MUTANTS = (
     ),
     Mutant(
         "norms in half precision",
-        "gradients/persample.py",
+        "gradients/products.py",
         (("return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x", "return x"),),
         "tests/gradients/test_persample.py::test_half_precision_is_widened_before_norms_and_sums",
     ),
@@ -114,7 +114,7 @@ MUTANTS = (
         "gradients/persample.py",
         (
             (
-                "total = exact.clamp_(min=0).add_(bound, alpha=ROUNDING_UNITS * limits.eps).add_(lost)",
+                "total = exact.clamp_(min=0).add_(bound.square(), alpha=ROUNDING_UNITS * limits.eps).add_(lost)",
                 "total = exact.clamp_(min=0)",
             ),
         ),
@@ -452,5 +452,61 @@ MUTANTS = (
             ("if lengths <= shorter.lengths:", "if not lengths:"),
         ),
         "tests/gradients/test_ties.py::test_a_router_whose_experts_score_alike_passes",
+    ),
+    Mutant(
+        "the norm does not cover what a weight rounds in bfloat16",
+        "gradients/persample.py",
+        (
+            (
+                "return total if bound is None else total.sqrt_().add_(bound, alpha=ROUNDING).square_()\n\n"
+                "    def sq_parts",
+                "return total\n\n    def sq_parts",
+            ),
+        ),
+        "tests/gradients/test_products.py::test_what_is_released_of_a_record_is_at_most_the_clip_norm",
+    ),
+    Mutant(
+        "the norm of a tied weight does not cover what a weight rounds in bfloat16",
+        "gradients/persample.py",
+        (
+            (
+                "return total if bound is None else total.sqrt_().add_(bound, alpha=ROUNDING).square_()\n\n"
+                "    def weighted_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:\n"
+                "        return self.rows",
+                "return total\n\n"
+                "    def weighted_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:\n"
+                "        return self.rows",
+            ),
+        ),
+        "tests/gradients/test_products.py::test_a_tied_weight_is_bounded_too",
+    ),
+    Mutant(
+        "sums in bfloat16, because the device is not tried first",
+        "gradients/products.py",
+        (("if agrees(way, device, axes, left, columns)]", "]"),),
+        "tests/gradients/test_products.py::test_a_way_that_does_not_agree_is_not_used",
+    ),
+    Mutant(
+        "one operand of a norm is rounded to bfloat16, that of the sum is not",
+        "gradients/products.py",
+        (("return left.to(HALF), right.to(HALF)\n    return", "return widen(left), widen(right)\n    return"),),
+        "tests/gradients/test_products.py::test_both_operands_are_rounded_for_norms_and_for_sums",
+    ),
+    Mutant(
+        "gradients of records are added up in bfloat16",
+        "gradients/products.py",
+        (
+            (
+                "total.add_(torch.mm(one.t(), other), alpha=weight)  # in float32",
+                "total.copy_(total.to(HALF) + torch.mm(one.t(), other) * weight)",
+            ),
+        ),
+        "tests/gradients/test_products.py::test_the_sum_over_records_is_in_float32",
+    ),
+    Mutant(
+        "products in float16",
+        "gradients/products.py",
+        (("return HALF in dtypes and dtypes <= {HALF, torch.float32}", "return torch.float64 not in dtypes"),),
+        "tests/gradients/test_products.py::test_float16_is_widened",
     ),
 )

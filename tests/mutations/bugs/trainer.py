@@ -103,9 +103,9 @@ MUTANTS = (
         "trainer/private_mixin.py",
         (
             (
-                "        self._mechanism.step(as_unit_batch",
+                "        self._mechanism.step(OneByOne",
                 "        if not inputs.size:\n            return torch.zeros(())\n"
-                "        self._mechanism.step(as_unit_batch",
+                "        self._mechanism.step(OneByOne",
             ),
         ),
         "tests/trainer/test_trainer.py::test_empty_batches_are_steps",

@@ -114,6 +114,7 @@ def main(path: str) -> None:
                 "syncs": dict(counts[1].syncs),
                 "own_syncs": forward_counts(case).syncs,
                 "copied_to_host": dict(counts[1].copied_to_host),
+                "largest": dict(counts[1].largest),
             }
     torch.save(found, path)
     del library
