@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 CODE   := hf_private tests recipes
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-quantized quality style bench bench-all bench-peers growth zoo families mutants clean
+.PHONY: help install demo test test-slow test-quantized test-machines quality style bench bench-all bench-peers growth zoo families mutants clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ test-slow: $(VENV)/.notebook  ## the tests that take minutes each, the notebook 
 
 test-quantized: $(VENV)/.quantized  ## the tests of 4-bit and 8-bit bases, with the extra `quantized` (150 MB)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/gradients/test_quantized.py
+
+test-machines: $(VENV)/.all  ## two machines as network namespaces: torchrun, FSDP2, a rank that dies; needs root and iproute2
+	PYTHONPATH=. $(BIN)/python recipes/machines.py
 
 quality: $(VENV)/.all  ## lint, format and types, without changing anything
 	$(BIN)/ruff check $(CODE)
