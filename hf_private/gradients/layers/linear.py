@@ -22,8 +22,10 @@ class _Linear(torch.autograd.Function):
     ):
         ctx.tap, ctx.names, ctx.in_first, ctx.dtype = tap, names, in_first, x.dtype
         ctx.recompute = recompute_fn(x) if tap.book.drops_inputs else None
-        if torch.is_autocast_enabled(x.device.type) and weight.dtype == torch.float32:
-            weight = weight.to(torch.get_autocast_dtype(x.device.type))  # once, as autograd keeps it for both passes
+        kind = x.device.type
+        casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # "meta" has none
+        if casts and weight.dtype == torch.float32:
+            weight = weight.to(torch.get_autocast_dtype(kind))  # once, as autograd keeps it for both passes
         # A bias alone (BiTFiT) needs no input.
         ctx.save_for_backward(x if names[0] and ctx.recompute is None else None, weight)
         y = F.linear(x, weight.t() if in_first else weight, bias)
