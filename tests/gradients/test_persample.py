@@ -8,7 +8,17 @@ from torch import nn
 
 from hf_private.gradients.bookkeeper import BookKeeper
 from hf_private.gradients.method import Full
-from hf_private.gradients.persample import Dense, Gram, Grams, Outer, Rows, Tied, power_of_two, weighted_sum
+from hf_private.gradients.persample import (
+    Dense,
+    Gram,
+    Grams,
+    Outer,
+    PerSample,
+    Rows,
+    Tied,
+    power_of_two,
+    weighted_sum,
+)
 from tests.support import oracle
 
 ROWS, COLUMNS = 7, 5
@@ -170,11 +180,28 @@ def test_a_gram_matrix_computed_in_strips_equals_the_whole(positions):
     torch.testing.assert_close(Gram(x).lengths, x.norm(dim=2))
 
 
-def test_half_precision_is_widened_before_norms_and_sums():
-    left, right = (torch.randn(2, 3, n).bfloat16() for n in (4, 5))
-    value = Outer(left, right)
-    assert value.sq_norm().dtype == value.weighted_sum(torch.ones(2)).dtype == torch.float32
-    torch.testing.assert_close(value.dense(), torch.einsum("nti,ntj->nij", left.float(), right.float()))
+def cast(value: PerSample, dtype: torch.dtype) -> PerSample:
+    if isinstance(value, Tied):
+        return Tied(cast(value.outer, dtype), cast(value.rows, dtype))
+    if isinstance(value, Rows):
+        return Rows(value.index, value.ds.to(dtype), value.shape)
+    if isinstance(value, Outer):
+        return Outer(value.left.to(dtype), value.right.to(dtype))
+    return Dense(value.g.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["dense", "outer", "rows", "tied"])
+def test_half_precision_is_widened_before_norms_and_sums(kind, dtype):
+    value = cast(draw(kind, 3, 40, 0), dtype)
+    exact = cast(value, torch.float64).dense()
+    norms, total = value.sq_norm(), value.weighted_sum(torch.ones(3))
+    assert norms.dtype == total.dtype == value.dense().dtype == torch.float32
+    ratios = norms.double().sqrt() / exact.flatten(1).norm(dim=1)
+    most = 1.05 if dtype == torch.bfloat16 and kind in ("outer", "tied") else 1.001  # they cover their weights
+    assert (ratios >= 1 - 1e-6).all() and (ratios <= most).all()
+    torch.testing.assert_close(value.dense().double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(total.double(), exact.sum(0), rtol=1e-5, atol=1e-5)
 
 
 def test_gram_matrices_of_a_shared_input_are_computed_once():

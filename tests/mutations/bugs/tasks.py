@@ -72,7 +72,7 @@ MUTANTS = (
     Mutant(
         "collators are tested under one seed only",
         "tasks/collators.py",
-        (("range(SEEDS if random_fields else 2)", "range(1)"),),
+        (("range(turn, SEEDS, TURNS)", "range(1)"),),
         "tests/tasks/test_collators.py::test_collators_that_couple_records_are_refused",
     ),
     Mutant(

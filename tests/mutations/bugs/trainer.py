@@ -328,7 +328,7 @@ MUTANTS = (
     Mutant(
         "something is added to gradients after the noise",
         "trainer/guards.py",
-        (("            if grad is not before or grad._version != version:", "            if False:"),),
+        (("        if changed:\n", "        if False:\n"),),
         "tests/trainer/test_late_changes.py::test_gradients_are_left_as_the_mechanism_wrote_them",
     ),
     Mutant(
@@ -340,7 +340,7 @@ MUTANTS = (
     Mutant(
         "a forward method that lets records meet comes after the self-check",
         "trainer/guards.py",
-        (("*module._forward_hooks.values(), own)", "*module._forward_hooks.values())"),),
+        (('(*hooks, module.__dict__.get("forward"))', "hooks"),),
         "tests/trainer/test_late_changes.py::test_a_forward_method_that_comes_after_the_self_check_is_refused",
     ),
 )
