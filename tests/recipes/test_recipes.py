@@ -21,6 +21,7 @@ import pretrain_tiny
 import public_text
 import pytest
 import sweep
+import synthesize
 import torch
 import twin
 import vision
@@ -245,6 +246,8 @@ def options_class(path: Path) -> type:
     name = yaml.safe_load(path.read_text())
     if name.get("task") in vision.TASKS:
         return vision.VisionOptions
+    if path.stem.startswith("synthesize"):
+        return synthesize.SynthesisOptions
     return e2e.E2EOptions if path.stem.startswith("e2e") else glue.GlueOptions
 
 
