@@ -234,15 +234,17 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def by_type(rows: list[dict[str, Any]], method: str) -> dict[str, str]:
-    """One status for each type: that of its heads if they agree, leaving out those that were not built."""
+    """One status for each type: wrong if a head is, else that of its heads if they agree, of those that were built."""
     found: dict[str, set[str]] = {}
     for row in rows:
         if row["method"] == method:
             found.setdefault(row["type"], set()).add(row["status"])
-    return {
-        model_type: next(iter(built)) if len(built := states - {"not built"} or states) == 1 else "mixed by head"
-        for model_type, states in found.items()
-    }
+    types = {}
+    for model_type, states in found.items():
+        built = states - {"not built"} or states
+        agreed = next(iter(built)) if len(built) == 1 else "mixed by head"
+        types[model_type] = "wrong" if "wrong" in states else agreed
+    return types
 
 
 def _unfinished(rows: list[dict[str, Any]]) -> list[str]:

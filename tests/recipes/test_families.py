@@ -41,6 +41,8 @@ def test_types_are_counted_by_what_their_heads_agree_on() -> None:
         ("b", "x", "exact"),
         ("b", "y", "refused"),
         ("c", "x", "wrong"),
+        ("d", "x", "exact"),
+        ("d", "y", "wrong"),
     ]
     rows = [{"type": name, "head": head, "method": "full", "status": status} for name, head, status in found]
-    assert families.by_type(rows, "full") == {"a": "exact", "b": "mixed by head"}
+    assert families.by_type(rows, "full") == {"a": "exact", "b": "mixed by head", "c": "wrong", "d": "wrong"}
