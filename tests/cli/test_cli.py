@@ -78,6 +78,7 @@ WRONG = [  # (arguments, the option that is named, what is allowed); what was go
     (["demo", "--epsilon", "0"], "--epsilon", "a number > 0"),
     (["demo", "--steps", "none"], "--steps", "a whole number >= 1"),
     (["doctor", "model", "--batch", "0"], "--batch", "a whole number >= 1"),
+    (["doctor", "model", "--records-per-unit", "0"], "--records-per-unit", "a whole number >= 1"),
     (["doctor", "model", "--length", "-3"], "--length", "a whole number >= 1"),
     (["doctor", "model", "--task", "poetry"], "--task", "'sequence-classification'"),
     (["doctor", "--device", "poetry"], "--device", "one of cpu, cuda"),
