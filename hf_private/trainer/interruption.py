@@ -25,11 +25,14 @@ HANDLED = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG
 class GracefulStop(TrainerCallback):
     """Turns the first Ctrl-C or SIGTERM of a run into a checkpoint and a regular end, on all ranks.
 
+    >>> before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     >>> stop = GracefulStop(Ranks())
     >>> with stop.listening():
     ...     stop.on_train_begin()
     ...     signal.raise_signal(signal.SIGINT)
     >>> stop.received == signal.SIGINT
+    True
+    >>> signal.signal(signal.SIGINT, before) is signal.default_int_handler  # put back after the run
     True
     """
 
