@@ -60,8 +60,7 @@ epsilon 8, 2.7 at epsilon 3), because it costs no privacy; the noise multiplier 
 At k = 8, privacy per conversation instead of per turn costs 0.7 points at epsilon 8 and 1.5 at 3.
 
 Weak points: two runs for each line; the standard error of an accuracy on 10,000 turns is 0.4 points, but all lines
-share these turns. The best learning rate is the largest one that was tried, in every line, also without privacy. Only
-the classifier is trained.
+share these turns. Only the classifier is trained. The best learning rate is inside the grid in every line.
 """
 
 
