@@ -126,6 +126,8 @@ def test_float16_is_widened() -> None:
     left, right = random(2, 5, 8, dtype=torch.float16), random(2, 5, 6, dtype=torch.float16)
     value, wide = Outer(left, right), Outer(left.float(), right.float())
     assert torch.equal(value.sq_norm(), wide.sq_norm()) and torch.equal(value.dense(), wide.dense())
+    formed = torch.einsum("nto,nti->noi", left.double(), right.double())  # rounding to bfloat16 would show
+    assert torch.allclose(value.dense().double(), formed, rtol=1e-5, atol=1e-5)
     assert torch.equal(value.weighted_sum(torch.tensor([0.3, 0.7])), wide.weighted_sum(torch.tensor([0.3, 0.7])))
 
 

@@ -289,6 +289,19 @@ def test_a_coupling_that_shows_at_some_lengths_only_is_seen():
         check(model)
 
 
+def louder_if_padded(model, batch):
+    """Losses that grow by a tenth where more than half of a row is padding."""
+    losses = PerSampleLoss(model)(model, batch)
+    return losses * (1 + 0.1 * (2 * batch["attention_mask"].sum(1) < batch["attention_mask"].shape[1]))
+
+
+def test_padding_is_checked_for_short_records_too():
+    torch.manual_seed(0)
+    model = hf.BertForSequenceClassification(hf.BertConfig(**BERT, num_labels=3))
+    with pytest.raises(SelfCheckError, match=COUPLES):
+        check(model, louder_if_padded)
+
+
 def turned(model, batch):
     """Losses whose gradients keep their norms, but turn with the length of the batch: to another logit."""
     inputs = {key: x for key, x in batch.items() if key != "labels"}

@@ -306,7 +306,7 @@ MUTANTS = (
         "padding is checked for the longest record only",
         "gradients/selfcheck.py",
         (("        for n in range(size):\n", "        for n in (0,):\n"),),
-        "tests/gradients/test_selfcheck.py::test_a_coupling_that_shows_at_some_lengths_only_is_seen",
+        "tests/gradients/test_selfcheck.py::test_padding_is_checked_for_short_records_too",
     ),
     Mutant(
         "any difference counts as rounding",
@@ -373,7 +373,8 @@ MUTANTS = (
         "copies that meet activations of new shapes are not measured",
         "gradients/layers/copied_call.py",
         (("            self.tap.book.attribution.require()", "            pass"),),
-        "tests/gradients/test_shared.py::test_one_model_is_never_wrong_at_one_size_after_another[scale, time first]",
+        "tests/gradients/test_shared.py"
+        "::test_one_model_is_never_wrong_at_one_size_after_others[unclear-scale, time first]",
     ),
     Mutant(
         "rows that are filled from a table are taken for records without a measurement",
