@@ -8,15 +8,17 @@ function and one row: reports then include it.
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from dp_accounting.pld import privacy_loss_distribution as pld
-from dp_accounting.pld.pld_pmf import DensePLDPmf
 from scipy.special import gammaln, logsumexp
-from scipy.stats import binom
 
-from .prv import MAX_POINTS, AccountantError, grid_points, privacy_loss, prv_bounds
+from .grid import MAX_POINTS, AccountantError, grid_points, privacy_loss
+
+if TYPE_CHECKING:  # imported late: they take 0.4 seconds
+    from dp_accounting.pld.pld_pmf import DensePLDPmf
+
+    from .pld import PrivacyLossDistribution
 
 Settings = tuple[tuple[float, float, int], ...]  # (sample rate, noise multiplier, steps), distinct, sorted, all > 0
 Bounds = tuple[float, float, float]  # (lower, estimate, upper) of epsilon
@@ -91,7 +93,7 @@ def rdp_to_delta(curve: np.ndarray, epsilons: np.ndarray) -> np.ndarray:
 
 
 @lru_cache(maxsize=2)
-def loss_distribution(settings: Settings, records: int = 1, coarse: int = 1) -> pld.PrivacyLossDistribution:
+def loss_distribution(settings: Settings, records: int = 1, coarse: int = 1) -> "PrivacyLossDistribution":
     """Composed privacy loss when a person's `records` records, each sampled independently, are added or removed.
 
     A sample holds Binomial(k, q) of k records, so the sum moves by 0..k: a mixture of Gaussians (arXiv:2310.15526,
@@ -107,9 +109,11 @@ def loss_distribution(settings: Settings, records: int = 1, coarse: int = 1) -> 
     return composed_losses(settings, records, interval)
 
 
-def composed_losses(settings: Settings, records: int, interval: float) -> pld.PrivacyLossDistribution:
+def composed_losses(settings: Settings, records: int, interval: float) -> "PrivacyLossDistribution":
     """The same on a given grid, of multiples of `interval`."""
-    composed = pld.identity(value_discretization_interval=interval)
+    from .pld import identity
+
+    composed = identity(value_discretization_interval=interval)
     for q, sigma, n in settings:
         if q == 1 and records == 1:  # n Gaussian releases are exactly one release with less noise
             phase = _one_step(1.0, sigma / math.sqrt(n), interval, records)
@@ -120,15 +124,11 @@ def composed_losses(settings: Settings, records: int, interval: float) -> pld.Pr
 
 
 @lru_cache(maxsize=8)
-def _one_step(q: float, sigma: float, interval: float, records: int) -> pld.PrivacyLossDistribution:
+def _one_step(q: float, sigma: float, interval: float, records: int) -> "PrivacyLossDistribution":
     """Privacy loss of one step, cached because a run asks again with more steps at every save."""
-    if records > 1:
-        sampled = np.arange(records + 1)
-        probabilities = binom.pmf(sampled, records, q)
-        return pld.from_mixture_gaussian_mechanism(
-            sigma, list(sampled), list(probabilities / probabilities.sum()), value_discretization_interval=interval
-        )
-    return pld.from_gaussian_mechanism(sigma, sampling_prob=q, value_discretization_interval=interval)
+    from .pld import one_step
+
+    return one_step(q, sigma, interval, records)
 
 
 def pld_losses(settings: Settings, records: int = 1, coarse: int = 1) -> tuple[Losses, Losses]:
@@ -141,7 +141,7 @@ def pld_losses(settings: Settings, records: int = 1, coarse: int = 1) -> tuple[L
     return _losses(remove), _losses(add)
 
 
-def _losses(pmf: DensePLDPmf) -> Losses:
+def _losses(pmf: "DensePLDPmf") -> Losses:
     values = (np.arange(pmf.size) + pmf._lower_loss) * pmf._discretization
     return Losses(values, np.asarray(pmf._probs), float(pmf._infinity_mass))
 
@@ -186,6 +186,8 @@ def default_eps_error(settings: Settings, delta: float) -> float:
 
 
 def _prv(settings: Settings, delta: float, eps_error: float) -> Bounds:
+    from .prv import prv_bounds
+
     lower, estimate, upper = prv_bounds(settings, delta, eps_error, _domain(settings, delta, eps_error))
     if lower > rdp_epsilon(settings, delta) + 1e-6:
         raise AccountantError(f"claims epsilon >= {lower:.6g}, above RDP's upper bound")

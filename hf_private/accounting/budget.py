@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.optimize import root_scalar
 
 from hf_private._html import table
 from hf_private._validate import integer_at_least, non_negative, one_of, positive, probability
@@ -212,22 +211,25 @@ def calibrate(
             f"no noise multiplier fits: epsilon {already + goal:.6g} of `target_epsilon` {target_epsilon:g} is "
             "already spent. Raise `target_epsilon`, or stop here."
         )
-    guess, spread = 1.0, 0.5
+    guess, spread, slope = 1.0, 0.5, 0.0
     # RDP is fast and close, but it may find no solution where the other accountants do.
     with contextlib.suppress(BudgetExceeded):
-        rdp = accountants.rdp_epsilon
-        guess = _smallest(lambda s: rdp(all_at_once(plan(s), records_per_unit), target_delta) - goal)
-        spread = 0.1
+
+        def by_rdp(sigma: float) -> float:
+            return accountants.rdp_epsilon(all_at_once(plan(sigma), records_per_unit), target_delta) - goal
+
+        guess = _smallest(by_rdp, xtol=1e-3)
+        spread, slope = 0.1, (by_rdp(1.001 * guess) - by_rdp(guess)) / (0.001 * guess)
     if first == "prv":  # a coarse grid comes close in a tenth of the time
-        guess = _smallest(lambda s: excess("prv", plan(s), coarse=10), guess, spread)
+        guess, slope = _near(lambda s: excess("prv", plan(s), coarse=10), guess, spread, slope)
         spread = 2e-4
-    sigma = _smallest(lambda s: excess(first, plan(s)), guess, spread)
+    sigma = _smallest_rounded(lambda s: excess(first, plan(s)), guess, spread, slope)
     for name in others:
         if excess(name, plan(sigma)) > 0:
-            sigma = _smallest(lambda s, name=name: excess(name, plan(s)), sigma, spread)
-    sigma, up = math.ceil(sigma * 1e6) / 1e6, 1e-6
+            sigma = _up(_smallest(lambda s, name=name: excess(name, plan(s)), sigma, spread))
+    more = 1e-6
     while any(excess(name, plan(sigma)) > 0 for name in (first, *others)):
-        sigma, up = round(sigma + up, 6), 2 * up
+        sigma, more = round(sigma + more, 6), 2 * more
     return sigma
 
 
@@ -236,12 +238,57 @@ def _enforced(accountant: str, records_per_unit: int = 1) -> tuple[str, ...]:
     return (accountant, *SECOND_OPINIONS.get(accountant, ())) if records_per_unit == 1 else ("pld",)
 
 
-def _root(function: Callable[[float], float], low: float, high: float, **tolerance: float) -> float:
+def _near(excess: Callable[[float], float], start: float, spread: float, slope: float) -> tuple[float, float]:
+    """Noise multiplier where the decreasing function `excess` crosses 0, and its slope there, from a guess of both.
+
+    By secants, which take three or four values, to 1e-7; as `_smallest` does, should they lead elsewhere.
+    """
+    sigma, value, found = start, excess(start), slope
+    for count in range(8):
+        if not (math.isfinite(value) and found < 0):
+            break
+        after = sigma - value / found
+        if not start / 2 < after < 2 * start:
+            break
+        if after == sigma or (count and abs(after - sigma) < 1e-5):  # its error: this step's times the last one's
+            return after, found
+        last, value = value, excess(after)
+        found, sigma = (value - last) / (after - sigma), after
+    return _smallest(excess, start, spread), slope
+
+
+def _smallest_rounded(excess: Callable[[float], float], start: float, spread: float, slope: float) -> float:
+    """Smallest number of 6 decimals where the decreasing `excess` is not above 0, from a good guess and the slope there.
+
+    Two or three values, each of which may take a second, if the slope is right.
+    """
+    sigma, value = _up(start), excess(_up(start))
+    for _ in range(8):
+        if value <= 0 < value - 1e-6 * slope:  # one step of 1e-6 less would be too little
+            return sigma
+        if not (math.isfinite(value) and slope < 0 and abs(value / slope) < start / 2):
+            break
+        after = _up(sigma - value / slope)
+        if after == sigma:
+            break
+        last, value = value, excess(after)
+        slope, sigma = (value - last) / (after - sigma), after
+    return _up(_smallest(excess, start, spread))
+
+
+def _up(sigma: float) -> float:
+    """Rounded up to 6 decimals."""
+    return math.ceil(round(sigma * 1e6, 3)) / 1e6
+
+
+def root(function: Callable[[float], float], low: float, high: float, **tolerance: float) -> float:
     """Where `function` crosses 0 between `low` and `high`, by Brent's method."""
+    from scipy.optimize import root_scalar  # late: importing it takes 0.1 seconds
+
     return root_scalar(function, bracket=(low, high), method="brentq", **tolerance).root
 
 
-def _smallest(excess: Callable[[float], float], start: float = 1.0, spread: float = 0.5) -> float:
+def _smallest(excess: Callable[[float], float], start: float = 1.0, spread: float = 0.5, xtol: float = 1e-7) -> float:
     """Noise multiplier where the decreasing function `excess` crosses 0, near `start` (relative distance `spread`)."""
     low = high = start
     while excess(high) > 0:
@@ -254,7 +301,7 @@ def _smallest(excess: Callable[[float], float], start: float = 1.0, spread: floa
         low, high, spread = low / (1 + spread), low, 4 * spread
     if excess(low) <= 0:
         return low  # a budget so large that almost no noise is needed
-    return _root(lambda sigma: min(excess(sigma), 1e6), low, high, xtol=1e-7, rtol=1e-9)
+    return root(lambda sigma: min(excess(sigma), 1e6), low, high, xtol=xtol, rtol=1e-9)
 
 
 def _check(delta: float, accountant: str = "prv", eps_error: float | None = None) -> None:

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterable
 from statistics import NormalDist
 
 import numpy as np
-from scipy.optimize import root_scalar
 
 from hf_private._validate import integer_at_least, probability
 
 from . import accountants
-from .budget import BudgetExceeded, settings_of
+from .budget import BudgetExceeded, root, settings_of
 from .events import Event
 from .risk import risk
 from .tradeoff import hockey_stick
@@ -83,7 +82,7 @@ def calibrate_risk(
         low, high = max(low / 1.3, LEAST_NOISE), low
     if roughly(low) <= 0:
         return low
-    sigma = root_scalar(roughly, bracket=(low, high), method="brentq", xtol=5e-7, rtol=1e-9).root
+    sigma = root(roughly, low, high, xtol=5e-7, rtol=1e-9)
     width = 1e-3 * sigma
     slope, missing = (roughly(sigma + width) - roughly(sigma)) / width, excess(sigma)
     for _ in range(8):  # the secant method from the rough answer to the exact one

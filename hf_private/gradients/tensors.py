@@ -64,6 +64,17 @@ def parts(x: Tensor) -> list[Tensor]:
     return [part for name in names for part in parts(getattr(x, name))]
 
 
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device, without waiting for the device; nobody may write to `x` afterwards.
+
+    CUDA copies asynchronously from pinned memory only; torch keeps that memory until the copy is done. MPS may read the
+    memory of the host after it was freed, so there the host waits.
+    """
+    if device.type == "cuda" and not x.is_cuda:
+        x = x.pin_memory()
+    return x.to(device, non_blocking=device.type != "mps")
+
+
 def local(x: Tensor) -> Tensor:
     """The tensor, or under FSDP2 this rank's shard of it."""
     return x.to_local() if isinstance(x, DTensor) else x

@@ -1,6 +1,6 @@
 """Checks of a run before and while it trains: its data, its ranks, its optimizer, its gradients."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from datasets.fingerprint import Hasher
@@ -12,7 +12,7 @@ from transformers.utils import logging
 from hf_private.distributed.ranks import Ranks
 from hf_private.gradients.bookkeeper import trainable
 from hf_private.gradients.tensors import local
-from hf_private.spending.fingerprints import Probe
+from hf_private.spending.fingerprints import Look, Probe, any_set
 
 from .fingerprints import MOST_NATURAL, TrainingRecords
 
@@ -91,20 +91,38 @@ def check_content(evaluation: Any, known: TrainingRecords) -> None:
 
 
 class PrivateStepGuard(TrainerCallback):
-    """Stops a step whose gradient is not the mechanism's, as of a subclass with its own `training_step`."""
+    """Stops a step whose gradient is not the mechanism's, as of a subclass with its own `training_step`.
 
-    def __init__(self) -> None:
+    Args:
+        check_flags: Called before the update, with whether a flag about the weights of the step was set.
+    """
+
+    def __init__(self, check_flags: Callable[[bool], None]) -> None:
+        self.check_flags = check_flags
         self.released = 0  # by the mechanism, since the optimizer's last step
         self._gradients: dict[str, Tensor] = {}
-        self._probe: Probe | None = None
-        self._seen: Any = None
+        self._seen = Look({}, [])
+        self._of_weights: list[Tensor] = []
 
-    def note_release(self, model: nn.Module) -> None:
-        """Called when the mechanism has written the gradients."""
+    def note_release(self, model: nn.Module, of_weights: list[Tensor]) -> None:
+        """Called when the mechanism has written the gradients, with the flags about the weights before."""
         self.released += 1
+        if self.released > 1:  # this callback was removed, or is not reached
+            raise self._refusal(self.released)
         self._gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        self._probe = Probe(self._gradients)
-        self._seen = self._probe.read()
+        self._seen = Probe(self._gradients).read()
+        self._of_weights = of_weights
+
+    @staticmethod
+    def _refusal(released: int) -> RuntimeError:
+        return RuntimeError(
+            f"`training_step` must run the mechanism once for each step, got {released} times. An overriding method"
+            " has to call DPTrainer's with `super().training_step(...)`, and `PrivateStepGuard` must stay a callback."
+        )
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """A new run: what an interrupted one has left does not count."""
+        self.released = 0
 
     def on_pre_optimizer_step(self, *_: Any, model: nn.Module, **__: Any) -> None:
         """Between `training_step` and the optimizer: there must have been one private release, or no gradient.
@@ -113,25 +131,35 @@ class PrivateStepGuard(TrainerCallback):
         """
         released, self.released = self.released, 0
         noted, self._gradients = self._gradients, {}
-        probe, self._probe = self._probe, None
         now = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         if released != 1 and now:
-            raise RuntimeError(
-                f"`training_step` must run the mechanism once for each step, got {released} times. An overriding"
-                " method has to call DPTrainer's with `super().training_step(...)`."
-            )
-        changed = [
-            name for name, x in now.items() if noted.get(name.removeprefix("module."), noted.get(name)) is not x
-        ]
-        if probe is not None and not changed:  # what is written to `.data` leaves the object and its counter
-            changed = [name for name in (probe.difference(self._seen),) if name is not None]
-        self._seen = None
-        if changed:
+            raise self._refusal(released)
+        changed = next(
+            (name for name, x in now.items() if noted.get(name.removeprefix("module."), noted.get(name)) is not x),
+            None,
+        )
+        if changed is None:
+            changed = self._written(Probe(noted))
+        self._seen, self._of_weights = Look({}, []), []
+        if changed is not None:
             raise RuntimeError(
                 f"`training_step` must leave the gradients as the mechanism wrote them, got another one for"
-                f" `{changed[0]}`: what is added after the noise is not private. A callback may change private"
+                f" `{changed}`: what is added after the noise is not private. A callback may change private"
                 " gradients in its `on_pre_optimizer_step`; the loss is `per_sample_loss`."
             )
+
+    def _written(self, probe: Probe) -> str | None:
+        """A gradient that was written to since the release; refuses weights that were written to before the step.
+
+        What is written to `.data` leaves the object and its counter, and shows on the device only. The host waits for
+        it here, once for gradients and weights.
+        """
+        look = probe.read()
+        of_gradients = probe.flags(look, self._seen)
+        if any_set([*self._of_weights, *of_gradients]):
+            self.check_flags(any_set(self._of_weights))
+            return next(iter(probe.differing(look, self._seen)), None)
+        return probe.written(look, self._seen)
 
 
 class ForwardGuard:

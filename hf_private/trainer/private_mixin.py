@@ -15,6 +15,7 @@ from transformers import EvalPrediction, TrainerCallback, TrainingArguments
 
 from hf_private.config import DPConfig
 from hf_private.distributed.ranks import Ranks
+from hf_private.gradients.tensors import sent
 from hf_private.mechanism.step import Mechanism
 from hf_private.mechanism.units import UnitBatch, as_unit_batch
 from hf_private.spending.spending import Spending
@@ -121,7 +122,7 @@ class PrivateMixin(TrainingMixin):
         )
         self.dp_config = self._with_checked_anchors(dp_config)
         self.privacy_callback = PrivacyCallback(self.spending)
-        self.step_guard = PrivateStepGuard()
+        self.step_guard = PrivateStepGuard(self.provenance.check_flags)
         # before the user's callbacks, which may change weights, and before the reporters, which then see epsilon
         self.callback_handler.callbacks[:0] = [
             self.privacy_callback,
@@ -159,9 +160,9 @@ class PrivateMixin(TrainingMixin):
         check_parameters(self._mechanism.model, self._mechanism.parameters)
         assert self._forward_guard is not None
         self._forward_guard.check()
-        self.provenance.check_step()
+        of_weights = self.provenance.check_step()
         self._mechanism.step(OneByOne(inputs.micro_batches, self._ready))
-        self.step_guard.note_release(self._mechanism.model)
+        self.step_guard.note_release(self._mechanism.model, of_weights)
         self.provenance.register_step()
         if not self._gradients_checked and inputs.size:
             check_gradients(self._mechanism.model, self.dp_config.is_private)
@@ -178,6 +179,10 @@ class PrivateMixin(TrainingMixin):
         if isinstance(loss, PerSampleLoss):
             part = part.map(partial(loss.checked, model))
         return part.map(self._prepare_inputs)
+
+    def _prepare_input(self, data: Any) -> Any:
+        """Trainer's way to the device, without a wait for each tensor of a batch."""
+        return super()._prepare_input(sent(data, self.args.device) if isinstance(data, Tensor) else data)
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """No second clip: each record was clipped before the noise."""

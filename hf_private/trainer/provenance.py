@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_private.spending.admissions import POST_PROCESSING
 from hf_private.spending.costs import Past, cost_of, unknown_cost
-from hf_private.spending.fingerprints import Fingerprints, difference_from_files
+from hf_private.spending.fingerprints import Fingerprints, any_set, difference_from_files
 from hf_private.spending.ledger import LedgerError
 from hf_private.spending.lineage import mark, past_of
 from hf_private.spending.registry import Training, changed_since, recognise, register, remember, trainings
@@ -159,9 +159,23 @@ class Provenance:
 
     # ---- one step
 
-    def check_step(self) -> None:
-        """Refuse a step on weights that were written to since the last one."""
-        self.check_update()
+    def check_step(self) -> list[Tensor]:
+        """Refuse a step on weights that were written to since the last one.
+
+        What torch's counters do not show is only known on the device. The flags returned go to `check_flags` before
+        the optimizer's update, so that the host waits for the device once per step.
+        """
+        flags = self._flags()
+        self._refuse_written()
+        return flags
+
+    def check_flags(self, raised: bool) -> None:
+        """Refuse the update if a flag of `check_step` is set."""
+        if self.fingerprints is not None:
+            self.fingerprints.note_flags(raised)
+        self._refuse_written()
+
+    def _refuse_written(self) -> None:
         if self.fingerprints is not None and self.fingerprints.written_outside is not None:
             raise changed_outside(self.fingerprints.written_outside)
 
@@ -179,11 +193,17 @@ class Provenance:
 
     def check_update(self) -> None:
         """Find out whether anything but the optimizer has written to the weights since `note_update`."""
+        raised = any_set(self._flags())
+        if self.fingerprints is not None:
+            self.fingerprints.note_flags(raised)
+
+    def _flags(self) -> list[Tensor]:
         optimizer = self.trainer.optimizer
         bare = getattr(optimizer, "optimizer", optimizer)  # without Accelerate's wrapper
         averages = callable(getattr(bare, "eval", None))  # a schedule-free optimizer writes to weights at evaluations
-        if self.fingerprints is not None and not averages and not self.post_processing:
-            self.fingerprints.check_update()
+        if self.fingerprints is None or averages or self.post_processing:
+            return []
+        return self.fingerprints.check_update()
 
     # ---- a save
 

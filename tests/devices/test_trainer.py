@@ -43,13 +43,12 @@ def test_no_stage_mixes_devices(found, case):
 
 
 @pytest.mark.parametrize("case", [FLOAT32, BF16])
-def test_a_step_waits_where_the_model_and_trainer_do_and_twice_more(found, case):
+def test_a_step_waits_where_the_model_and_trainer_do_and_once_more(found, case):
     counts = found[case, "emu"]["counts"]["step"]
     own = {name: count for name, count in counts["syncs"].items() if not _of_others(name)}
-    # whether anything else has written to the weights before the step, and to the gradients after the noise
-    assert sum(own.values()) == 2 and all("fingerprints.py" in name for name in own), own
-    assert not counts["copied_to_host"]
-    assert sum(counts["copied_to_device"].values()) == 3  # the batch: ids, mask and labels
+    # whether anything else has written to the weights before the step, or to the gradients after the noise
+    assert sum(own.values()) == 1 and all("fingerprints.py" in name for name in own), own
+    assert not counts["copied_to_host"] and not counts["copied_to_device"]
     large = {name for name, size in counts["largest"].items() if size > 1000}
     assert all("mechanism/noise" in name for name in large), large
 

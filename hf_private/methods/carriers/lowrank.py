@@ -23,7 +23,7 @@ Rows and columns are those of the stored weight: (out, in) for Linear, (in, out)
 kernel) for convolutions. Index letters as in persample.py, and r for the rank.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -55,14 +55,23 @@ def _or_else(products: Tensor, others: Tensor) -> Tensor:
     return torch.where(alive.view(-1, 1, 1), products, others)
 
 
-def truncated(left: Tensor, right: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The best approximation of `left right`, (rows, k) and (k, columns), of at most this rank r.
+def truncated(products: Sequence[tuple[Tensor, Tensor]], rank: int) -> list[tuple[Tensor, Tensor]]:
+    """The best approximations of `left right`, (rows, k) and (k, columns), of at most this rank r.
 
-    Returns U S (rows, r) and V^T (r, columns). By QR of both thin factors, so the product is never formed.
+    Returns U S (rows, r) and V^T (r, columns) of each. By QR of both thin factors, so the products are never formed.
+    A CUDA device is waited for in an SVD, so those of equal size are one.
     """
-    outer, inner = torch.linalg.qr(left), torch.linalg.qr(right.t())
-    u, s, vh = torch.linalg.svd(outer.R @ inner.R.t(), full_matrices=False)
-    return (outer.Q @ u)[:, :rank] * s[:rank], (vh @ inner.Q.t())[:rank]
+    outer = [torch.linalg.qr(left) for left, _ in products]
+    inner = [torch.linalg.qr(right.t()) for _, right in products]
+    cores = [a.R @ b.R.t() for a, b in zip(outer, inner, strict=True)]
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for shape in dict.fromkeys(core.shape for core in cores):
+        alike = [place for place, core in enumerate(cores) if core.shape == shape]
+        svd = torch.linalg.svd(torch.stack([cores[place] for place in alike]), full_matrices=False)
+        for place, u, s, vh in zip(alike, *svd, strict=True):
+            left, right = outer[place].Q @ u, vh @ inner[place].Q.t()
+            found[place] = left[:, :rank] * s[:rank], right[:rank]
+    return [found[place] for place in range(len(cores))]
 
 
 def kept(size: int, sparsity: float) -> int:

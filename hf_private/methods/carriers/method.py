@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from hf_private.gradients.method import Method
 from hf_private.gradients.persample import PerSample, widen
-from hf_private.gradients.tensors import accumulation_dtype, like, unsharded
+from hf_private.gradients.tensors import accumulation_dtype, like, sent, unsharded
 from hf_private.methods.subspace import Books, public_generator
 
 from .lowrank import Elements, LowRank, Submatrix, important, kept, power_method
-from .sources import Momentum, public_gradients
+from .sources import Momentum, public_gradients, refresh_averages
 from .state import START, load_carriers, read_start, save_carriers, write_tensors
 
 MASKS = ("neurons", "elements")
@@ -162,6 +162,9 @@ class Carriers(Method):
 
     def _compute(self, step: int) -> Iterator[tuple[str, LowRank | Submatrix | Elements]]:
         public = public_gradients(self.books, step, self.targets) if self.source == "public" else {}
+        for rank in {target.rank for target in self.targets.values() if target.rank}:
+            alike = [name for name, target in self.targets.items() if target.rank == rank and name in self.momentum]
+            refresh_averages([(self.momentum[name], self.carriers[name]) for name in alike], rank, self.refresh)
         groups: dict[tuple, list[str]] = {}  # weights of one shape share the orthonormalisation
         for name, target in self.targets.items():
             weight = self.parameters[name]
@@ -169,7 +172,7 @@ class Carriers(Method):
             if target.rank is None:
                 yield name, self._masked(unsharded(weight), self._sparsity(step))
             elif average is not None:
-                yield name, self._low_rank(name, *average.directions(self.carriers[name], target.rank, self.refresh))
+                yield name, self._low_rank(name, *average.directions(target.rank))
             else:
                 key = (target.rank, *self._shape(name), weight.dtype, weight.device)
                 groups.setdefault(key, []).append(name)
@@ -209,13 +212,12 @@ class Carriers(Method):
             return oriented(self.parameters[name])
 
         def moved() -> Tensor:
-            return weight() - oriented(self.start[name])
+            difference = weight() - oriented(self.start[name])
+            return torch.where(difference.any(), difference, weight())  # the host does not wait for the answer
 
         if name in public:
             return lambda: oriented(public[name])
-        if self.source != "history" or step < self.warmup_steps:
-            return weight
-        return moved if moved().any() else weight
+        return moved if self.source == "history" and step >= self.warmup_steps else weight
 
     def _gaussian(self, name: str, step: int, rank: int) -> tuple[Tensor, Tensor]:
         """Starts (out, r) and (r, in), equal on every rank, in every run with this seed, and for either layout."""
@@ -225,7 +227,7 @@ class Carriers(Method):
         dtype = accumulation_dtype(weight)
         right = torch.randn(rank, inputs, generator=generator, dtype=dtype)
         left = torch.randn(outputs, rank, generator=generator, dtype=dtype)
-        return left.to(weight.device), right.to(weight.device)
+        return sent(left, weight.device), sent(right, weight.device)
 
     # ---- what a resumed run reads back
 

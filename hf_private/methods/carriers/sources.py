@@ -4,7 +4,7 @@
 `public_gradients` reads public records.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -37,18 +37,33 @@ class Momentum:
         for side, part in parts.items():
             self.recent[side] = self.recent[side].mul(MEMORY).add_(part) if side in self.recent else part.clone()
 
-    def directions(self, carriers: LowRank | Submatrix | Elements, rank: int, steps: int) -> tuple[Tensor, Tensor]:
-        """Orthonormal L (rows, r) and R (r, columns) of the average, at a refresh after so many `steps`."""
+    def join(self, carriers: LowRank | Submatrix | Elements, steps: int) -> tuple[Tensor, Tensor] | None:
+        """The average with what is recent, at a refresh after so many `steps`, as a product; None without such."""
         assert isinstance(carriers, LowRank), "only weights with carriers have an average"
-        if self.recent:
-            left, right = carriers.factors(self.recent)
-            if self.left is not None and self.right is not None:
-                left = torch.cat([self.left * MEMORY**steps, left], 1)
-                right = torch.cat([self.right, right])
-            self.left, self.right = truncated(left, right, 2 * rank)
-            self.recent = {}
+        if not self.recent:
+            return None
+        left, right = carriers.factors(self.recent)
+        if self.left is not None and self.right is not None:
+            left = torch.cat([self.left * MEMORY**steps, left], 1)
+            right = torch.cat([self.right, right])
+        self.recent = {}
+        return left, right
+
+    def directions(self, rank: int) -> tuple[Tensor, Tensor]:
+        """Orthonormal L (rows, r) and R (r, columns) of the average."""
         assert self.left is not None and self.right is not None, "`add` comes before the first refresh"
         return torch.linalg.qr(self.left).Q[:, :rank], self.right[:rank]
+
+
+def refresh_averages(
+    averages: Sequence[tuple[Momentum, LowRank | Submatrix | Elements]], rank: int, steps: int
+) -> None:
+    """Let averages take in what is recent, and keep their first 2 r directions; all of one rank r together."""
+    joined = [(average, average.join(carriers, steps)) for average, carriers in averages]
+    recent = [(average, product) for average, product in joined if product is not None]
+    kept = truncated([product for _, product in recent], 2 * rank)
+    for (average, _), (left, right) in zip(recent, kept, strict=True):
+        average.left, average.right = left, right
 
 
 def public_gradients(books: Books | None, step: int, targets: Collection[str]) -> dict[str, Tensor]:

@@ -56,7 +56,7 @@ def test_truncation_is_the_svds():
     torch.manual_seed(0)
     left, right = torch.randn(9, 4), torch.randn(4, 6)
     u, s, vh = torch.linalg.svd(left @ right, full_matrices=False)
-    found, directions = truncated(left, right, 3)
+    [(found, directions)] = truncated([(left, right)], 3)
     torch.testing.assert_close(found @ directions, u[:, :3] * s[:3] @ vh[:3])
     torch.testing.assert_close(directions @ directions.T, torch.eye(3))
 

@@ -11,7 +11,7 @@ from hf_private.mechanism.noise import NoiseSource
 from hf_private.methods.carriers.config import CarrierConfig
 from hf_private.methods.carriers.lowrank import LowRank, power_method
 from hf_private.methods.carriers.method import MASKS, SOURCES, Carriers, Target
-from hf_private.methods.carriers.sources import MEMORY, Momentum
+from hf_private.methods.carriers.sources import MEMORY, Momentum, refresh_averages
 from hf_private.methods.gep.public_data import AnchorBooks
 from hf_private.methods.registry import resolve_method
 from tests.methods.carriers.test_method import EXACT, EXTRA, mechanism_of, prepare, step
@@ -133,10 +133,11 @@ def test_momentum_remembers_earlier_periods():
                      torch.randn(2, 6))], 1))) for _ in range(2))  # fmt: skip
     average, parts = Momentum(), [{"L": torch.randn(2, 7), "R": torch.randn(2, 6)} for _ in range(3)]
     average.add(parts[0])
-    average.directions(first, 3, steps=4)  # rank 6 of a 7 x 6 matrix: nothing is lost
+    refresh_averages([(average, first)], 3, steps=4)  # rank 6 of a 7 x 6 matrix: nothing is lost
     average.add(parts[1])
     average.add(parts[2])
-    left, right = average.directions(second, 3, steps=4)
+    refresh_averages([(average, second)], 3, steps=4)
+    left, right = average.directions(3)
     wanted = first.reconstruct(parts[0]) * MEMORY**4
     wanted += MEMORY * second.reconstruct(parts[1]) + second.reconstruct(parts[2])
     torch.testing.assert_close(average.left @ average.right, wanted)

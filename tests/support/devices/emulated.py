@@ -33,6 +33,8 @@ SYNCHRONISING = {
     "aten::_local_scalar_dense",
     "aten::equal",
     "aten::is_nonzero",
+    "aten::_linalg_eigh",
+    "aten::_linalg_svd",
     "aten::masked_select",
     "aten::nonzero",
     "aten::_unique2",

@@ -1,6 +1,7 @@
 """Run by tests/devices in a process of its own: each method for two steps on the CPU and on the emulated device."""
 
 import sys
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,9 @@ from hf_private.mechanism.clipping import Clipping
 from hf_private.mechanism.noise import NoiseSource
 from hf_private.mechanism.step import Mechanism
 from hf_private.methods.carriers.config import CarrierConfig
+from hf_private.methods.carriers.method import Carriers
 from hf_private.methods.gep.config import AnchorConfig
+from hf_private.methods.gep.method import Anchors
 from hf_private.methods.gep.public_data import AnchorBooks
 from hf_private.tasks.losses import CheckedBatch, PerSampleLoss
 from tests.support import zoo
@@ -30,7 +33,20 @@ CASES: dict[str, tuple[str, str]] = {  # model of the zoo, method
     "LoRA": ("bert", "lora"),
     "RGP": ("bert", "rgp"),
     "LSG": ("bert", "lsg"),
+    "RGP, history": ("bert", "history"),
+    "RGP, momentum": ("bert", "momentum"),
+    "RGP, public": ("bert", "public"),
+    "LSG, elements": ("bert", "elements"),
     "GEP": ("bert", "gep"),
+    "B-GEP": ("bert", "b-gep"),
+}
+CARRIERS: dict[str, dict[str, Any]] = {
+    "rgp": {"source": "weight"},
+    "lsg": {"sparsity": 0.3},
+    "history": {"source": "history", "warmup_steps": 1},
+    "momentum": {"source": "momentum"},
+    "public": {"source": "public"},
+    "elements": {"sparsity": 0.3, "r": None, "mask": "elements"},
 }
 
 NOISES = {case: ("secure", "fast") if case == "BK" else ("secure",) for case in CASES}
@@ -48,10 +64,12 @@ def prepared(case: str, device: str) -> tuple[nn.Module, Any, Method, list[dict[
     model.eval().to(device)
     loss = zoo.loss_of(model)
     method: Method = Full()
-    if kind in ("rgp", "lsg"):
-        method = CarrierConfig(r=2, sparsity=0.3 if kind == "lsg" else 0.0, refresh=1).build(model)
-    elif kind == "gep":
-        method = AnchorConfig(k=8, num_anchors=6, target_modules="all-linear", layers_to_transform=1).build(model)
+    if kind in CARRIERS:
+        method = CarrierConfig(**{"r": 2, "refresh": 1} | CARRIERS[kind]).build(model)
+    elif kind in ("gep", "b-gep"):
+        anchors = AnchorConfig(k=8, num_anchors=6, target_modules="all-linear", layers_to_transform=1)
+        method = replace(anchors, residual=kind == "gep").build(model)
+    if isinstance(method, Anchors | Carriers):
         there = CheckedBatch({key: x.to(device) for key, x in public.items()})
         method.books = AnchorBooks(model, loss, lambda step: [there])
     if isinstance(loss, PerSampleLoss):
@@ -86,6 +104,9 @@ def gradients(case: str, device: str, noise: str = "secure") -> tuple[list[Tenso
             mechanism.step(parts)
         found.append(torch.cat([p.grad.flatten().to("cpu") for p in trainable(model).values()]))
         counts.append(counted)
+        with torch.no_grad():
+            for p in trainable(model).values():
+                p.add_(p.grad, alpha=-0.01)
     return found, counts
 
 
@@ -114,6 +135,7 @@ def main(path: str) -> None:
                 "syncs": dict(counts[1].syncs),
                 "own_syncs": forward_counts(case).syncs,
                 "copied_to_host": dict(counts[1].copied_to_host),
+                "copied_to_device": dict(counts[1].copied_to_device),
                 "largest": dict(counts[1].largest),
             }
     torch.save(found, path)
