@@ -44,3 +44,11 @@ def test_import_is_quick() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_accountants_are_imported_when_they_are_used():
+    """They take longer to import than the rest of the library."""
+    late = ("scipy.stats", "scipy.signal", "dp_accounting", "prv_accountant")
+    code = f"import sys; from hf_private import DPTrainer; print([name for name in {late} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -258,7 +258,7 @@ def _near(excess: Callable[[float], float], start: float, spread: float, slope: 
 
 
 def _smallest_rounded(excess: Callable[[float], float], start: float, spread: float, slope: float) -> float:
-    """Smallest number of 6 decimals where the decreasing `excess` is not above 0, from a good guess and the slope there.
+    """Smallest number of 6 decimals where the decreasing `excess` is at most 0, from a good guess and the slope there.
 
     Two or three values, each of which may take a second, if the slope is right.
     """
@@ -283,7 +283,7 @@ def _up(sigma: float) -> float:
 
 def root(function: Callable[[float], float], low: float, high: float, **tolerance: float) -> float:
     """Where `function` crosses 0 between `low` and `high`, by Brent's method."""
-    from scipy.optimize import root_scalar  # late: importing it takes 0.1 seconds
+    from scipy.optimize import root_scalar  # late, as the accountants
 
     return root_scalar(function, bracket=(low, high), method="brentq", **tolerance).root
 

@@ -1,4 +1,4 @@
-"""Privacy loss distributions of dp-accounting. Importing this takes 0.4 seconds (scipy.stats), so others do it late."""
+"""Privacy loss distributions of dp-accounting. Importing this takes 0.4 s (scipy.stats), so others do it late."""
 
 import math
 from typing import Any

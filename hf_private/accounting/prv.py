@@ -25,7 +25,7 @@ class Truncated(PrivacyRandomVariableTruncated):
     """PRV of one Poisson-subsampled Gaussian release, conditioned on [t_min, t_max], with an exact mean."""
 
     def probability(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """The mass of adjacent cells: each cell begins where the last one ends, so the distribution is computed once."""
+        """The mass of adjacent cells [a, b]: each begins where the last one ends, so each edge is computed once."""
         edges = np.clip(np.append(a, b[-1]), self.t_min, self.t_max)
         return np.diff(self.prv.cdf(edges)) / self.remaining_mass
 

@@ -33,11 +33,18 @@ def full_precision(device: torch.device) -> Iterator[None]:
     """
     before = [place.fp32_precision for place in PRODUCTS]
     try:
+        older = torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set through `fp32_precision` alone
+        older = None
+    try:
+        torch.set_float32_matmul_precision("highest")  # both ways to set it: otherwise models cannot read `allow_tf32`
         for place in PRODUCTS:
             place.fp32_precision = "ieee"
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
+        if older is not None:
+            torch.set_float32_matmul_precision(older)
         for place, precision in zip(PRODUCTS, before, strict=True):
             place.fp32_precision = precision
 
@@ -67,7 +74,7 @@ def parts(x: Tensor) -> list[Tensor]:
 def sent(x: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on a device, without waiting for the device; nobody may write to `x` afterwards.
 
-    CUDA copies asynchronously from pinned memory only; torch keeps that memory until the copy is done. MPS may read the
+    CUDA copies asynchronously from pinned memory only; torch keeps that memory until the copy is done. MPS may read
     memory of the host after it was freed, so there the host waits.
     """
     if device.type == "cuda" and not x.is_cuda:

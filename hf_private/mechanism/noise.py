@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from hf_private._validate import integer_at_least, one_of
-from hf_private.gradients.tensors import sent
 from hf_private.randomness import Key, Keystream, refuse_to_copy, reseed_global
 
 from .ahead import Ahead, free_threads
@@ -218,7 +217,7 @@ def _fast_normals(stream: Keystream, start: int, like: Tensor) -> Tensor:
         row.normal_(generator=_generator(stream, chunk, device))
     first = chunks.start * _FAST_CHUNK
     normals = drawn.sum(1, dtype=torch.float64).mul_(math.sqrt(0.5)).view(-1)[start - first : end - first]
-    return sent(normals, like.device)
+    return normals.to(like.device, non_blocking=True)
 
 
 @functools.cache

@@ -2,8 +2,8 @@
 
 A fingerprint is BLAKE2b over a tensor's type, shape and bytes: any changed element changes it, and no other tensor
 with the same fingerprint can be constructed. One CPU core reads about 1 GB per second: half a second for 110 million
-float32 weights. Fingerprints are taken when a run ends, at each save, and, of what is not trained, when it starts. Under
-FSDP2 each rank takes those of its own shards.
+float32 weights. Fingerprints are taken when a run ends, at each save, and, of what is not trained, when it starts.
+Under FSDP2 each rank takes those of its own shards.
 
 Between two steps of a run something cheaper is compared: torch's counters of in-place writes, which do not see fused
 optimizers and writes to `.data`, and the sum of the bits of each trained parameter, which a change of any element
@@ -191,7 +191,9 @@ class Probe:
     def differing(self, now: Look, before: Look) -> list[str]:
         """The tensors whose sums differ; the host waits for the answer."""
         pairs = zip(self._alike.values(), now.sums, before.sums, strict=True)
-        return [name for names, x, y in pairs for name, odd in zip(names, (x != y).tolist(), strict=True) if odd]
+        return [
+            name for names, x, y in pairs for name, odd in zip(names, (x != y).to("cpu").tolist(), strict=True) if odd
+        ]
 
 
 def any_set(flags: Iterable[Tensor]) -> bool:
@@ -203,4 +205,4 @@ def any_set(flags: Iterable[Tensor]) -> bool:
     by_device: dict[torch.device, list[Tensor]] = {}
     for flag in flags:
         by_device.setdefault(flag.device, []).append(flag)
-    return any([bool(torch.stack(some).any()) for some in by_device.values()])
+    return any(bool(torch.stack(some).any()) for some in by_device.values())

@@ -162,10 +162,13 @@ class Provenance:
     def check_step(self) -> list[Tensor]:
         """Refuse a step on weights that were written to since the last one.
 
-        What torch's counters do not show is only known on the device. The flags returned go to `check_flags` before
-        the optimizer's update, so that the host waits for the device once per step.
+        What torch's counters do not show is only known on the device. Before the first step the host waits for that;
+        later the flags returned go to `check_flags` before the optimizer's update, so that it waits once per step.
         """
         flags = self._flags()
+        if not self._changed:
+            self.check_flags(any_set(flags))
+            return []
         self._refuse_written()
         return flags
 

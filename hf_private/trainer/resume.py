@@ -71,6 +71,11 @@ def check_layout(checkpoint: str | None, trainer: Trainer) -> None:
         )
     if not checkpoint:
         return
+    if not is_complete(checkpoint):
+        raise ValueError(
+            f"`resume_from_checkpoint` found no complete checkpoint in {checkpoint!r} on this machine."
+            " Put the output folder on a disk that all machines share, or copy the checkpoint to each of them."
+        )
     if trainer.is_distributed_loading_by_transformers:
         raise ValueError(
             f"`resume_from_checkpoint` = {checkpoint!r} cannot be read into a model that was sharded by"
