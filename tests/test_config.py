@@ -149,6 +149,7 @@ REFUSED_VALUES = {
     "fsdp": "full_shard",
     "parallelism_config": Plan(),
     "n_gpu": 2,
+    "use_cpu": False,
     "auto_find_batch_size": True,
     "skip_memory_metrics": False,
     "train_sampling_strategy": "group_by_length",
@@ -175,6 +176,8 @@ def test_an_argument_is_refused_with_reason_and_remedy(name: str) -> None:
         args._n_gpu = 2
     else:
         setattr(args, name, REFUSED_VALUES[name])
+    if name == "use_cpu":
+        args.__class__ = type("OnApple", (type(args),), {"device": torch.device("mps")})
     (message,) = refusals(args)
     assert message.startswith(f"`{name}` = ") and message.endswith(".")
 

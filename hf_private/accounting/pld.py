@@ -42,7 +42,8 @@ class GaussianOnGrid(GaussianPrivacyLoss):
         with np.errstate(divide="ignore", invalid="ignore"):
             logs = shifted + np.log1p(-np.exp(np.log(1 / q - 1) - shifted))
         logs = np.where(at_edge, -np.inf, np.where(exponents == 0, 0.0, logs))
-        x = self._inverse_privacy_loss_without_subsampling_remove(-logs if adds else logs)
+        losses: Any = -logs if adds else logs  # the package annotates numbers
+        x: Any = self._inverse_privacy_loss_without_subsampling_remove(losses)
         return x + self.sensitivity if adds else x
 
 

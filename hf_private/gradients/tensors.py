@@ -74,12 +74,11 @@ def parts(x: Tensor) -> list[Tensor]:
 def sent(x: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on a device, without waiting for the device; nobody may write to `x` afterwards.
 
-    CUDA copies asynchronously from pinned memory only; torch keeps that memory until the copy is done. MPS may read
-    memory of the host after it was freed, so there the host waits.
+    CUDA copies asynchronously from pinned memory only; torch keeps that memory until the copy is done.
     """
     if device.type == "cuda" and not x.is_cuda:
         x = x.pin_memory()
-    return x.to(device, non_blocking=device.type != "mps")
+    return x.to(device, non_blocking=True)
 
 
 def local(x: Tensor) -> Tensor:

@@ -57,6 +57,12 @@ REFUSED_ARGS = (
         "FSDP1 flattens parameters, so gradients of single layers are not available",
         "Use FSDP2: fsdp_config={'version': 2}.",
     ),
+    Refusal(
+        "use_cpu",
+        lambda a: not a.use_cpu and a.device.type == "mps",
+        "Apple's GPUs have no float64, in which norms and noise are computed",
+        "Set use_cpu=True.",
+    ),
     Refusal("parallelism_config", _parallel, "records are split over devices", "Use data parallelism only."),
     Refusal(
         "n_gpu",

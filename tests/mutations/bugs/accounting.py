@@ -4,6 +4,12 @@ from tests.mutations.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "the loss of adding a record is that of removing one",
+        "accounting/pld.py",
+        (("-logs if adds else logs", "logs"),),
+        "tests/accounting/test_pld.py",
+    ),
+    Mutant(
         "an attacker's risk is that of the easier direction",
         "accounting/risk.py",
         (

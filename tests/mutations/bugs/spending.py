@@ -186,20 +186,26 @@ MUTANTS = (
     Mutant(
         "weights may be trained between two private steps",
         "spending/fingerprints.py",
-        (("        return None if same else next(", "        return None if True else next("),),
+        (("        if raised and self.written_outside is None:", "        if False:"),),
+        "tests/spending/test_bound_to_weights.py::test_training_without_privacy_inside_a_callback[on_step_end]",
+    ),
+    Mutant(
+        "what the device knows of weights that were written to is not read",
+        "trainer/guards.py",
+        (("            self.check_flags(any_set(self._of_weights))\n", ""),),
         "tests/spending/test_bound_to_weights.py::test_training_without_privacy_inside_a_callback[on_step_end]",
     ),
     Mutant(
         "single elements may be written to between steps",
         "spending/fingerprints.py",
-        (("(bits.sum(dtype=bits.dtype))", "(bits.flatten()[0])"),),
+        (("x.sum(dtype=dtype)", "x.flatten()[0]"),),
         "tests/spending/test_bound_to_weights.py"
         "::test_a_single_element_that_a_callback_writes_to_is_noticed_in_the_run",
     ),
     Mutant(
         "frozen weights may change in a run",
         "spending/fingerprints.py",
-        (("for name in self.trained & tensors.keys():", "for name in self.start.keys() & tensors.keys():"),),
+        (("for name in self.trained & tensors.keys():", "for name in tensors.keys() - self.buffers.keys():"),),
         "tests/spending/test_bound_to_weights.py::test_a_frozen_weight_that_a_callback_writes_to_is_not_saved",
     ),
     Mutant(

@@ -221,7 +221,7 @@ MUTANTS = (
     Mutant(
         "what is written to the data of a gradient, after the noise, is released",
         "trainer/guards.py",
-        (("        if probe is not None and not changed:", "        if False:"),),
+        (("any_set([*self._of_weights, *of_gradients])", "any_set(self._of_weights)"),),
         "tests/trainer/test_late_changes.py::test_gradients_are_left_as_the_mechanism_wrote_them[AddsToTheData]",
     ),
     Mutant(
@@ -242,7 +242,7 @@ MUTANTS = (
         (
             ("        if released != 1 and now:", "        if False:"),
             (
-                '        if changed:\n            raise RuntimeError(\n                f"`training_step`',
+                '        if changed is not None:\n            raise RuntimeError(\n                f"`training_step`',
                 '        if False:\n            raise RuntimeError(\n                f"`training_step`',
             ),
         ),
@@ -328,7 +328,7 @@ MUTANTS = (
     Mutant(
         "something is added to gradients after the noise",
         "trainer/guards.py",
-        (("        if changed:\n", "        if False:\n"),),
+        (("        if changed is not None:\n", "        if False:\n"),),
         "tests/trainer/test_late_changes.py::test_gradients_are_left_as_the_mechanism_wrote_them",
     ),
     Mutant(
