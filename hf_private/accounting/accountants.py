@@ -7,7 +7,7 @@ function and one row: reports then include it.
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -43,6 +43,18 @@ WHOLES = np.array([*range(2, 65), 72, 96, 128, 192, 256, 384, 512, 1024, 4096, 1
 ORDERS = np.concatenate([FRACTIONS, WHOLES])
 
 
+@cache
+def _terms() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The terms i = 0, ..., order of the sums at all whole orders, one after the other (terms,).
+
+    Returns i, order - i and the logarithm of their binomial coefficient, and where each sum begins (orders,).
+    """
+    i = np.concatenate([np.arange(order + 1) for order in WHOLES])
+    order = np.repeat(WHOLES, WHOLES + 1)
+    log_binomial = gammaln(order + 1) - gammaln(i + 1) - gammaln(order - i + 1)
+    return i, order - i, log_binomial, np.cumsum(WHOLES + 1) - (WHOLES + 1)
+
+
 @lru_cache(maxsize=4096)
 def rdp_curve(q: float, sigma: float) -> np.ndarray:
     """RDP of one step at `ORDERS`, shape (orders,): exact sums at whole orders, quadrature to ~1e-12 at the others."""
@@ -55,13 +67,12 @@ def rdp_curve(q: float, sigma: float) -> np.ndarray:
         step = min(sigma / 20, sigma**2 / 2)
         x = np.arange(-14 * sigma, FRACTIONS[-1] + 14 * sigma, step)
         exponents = FRACTIONS[:, None] * privacy_loss(x, q, sigma) - x**2 / (2 * sigma**2)
-        logs = [logsumexp(exponents, axis=1) + math.log(step / (sigma * math.sqrt(2 * math.pi)))]
-        for order in WHOLES:
-            i = np.arange(order + 1)
-            log_binomial = gammaln(order + 1) - gammaln(i + 1) - gammaln(order - i + 1)
-            log_weights = log_binomial + i * math.log(q) + (order - i) * math.log1p(-q)
-            logs.append(logsumexp(log_weights + (i * i - i) / (2 * sigma**2), keepdims=True))
-        curve = np.maximum(np.concatenate(logs), 0) / (ORDERS - 1)
+        of_fractions = logsumexp(exponents, axis=1) + math.log(step / (sigma * math.sqrt(2 * math.pi)))
+        i, rest, log_binomial, first = _terms()
+        terms = log_binomial + i * math.log(q) + rest * math.log1p(-q) + (i * i - i) / (2 * sigma**2)
+        largest = np.maximum.reduceat(terms, first)
+        sums = np.add.reduceat(np.exp(terms - np.repeat(largest, WHOLES + 1)), first)
+        curve = np.maximum(np.concatenate([of_fractions, np.log(sums) + largest]), 0) / (ORDERS - 1)
     curve.flags.writeable = False  # the cache shares it
     return curve
 
