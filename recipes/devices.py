@@ -17,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 import transformers as hf
 
 from tests.support.devices import emulated, engine
@@ -33,9 +34,12 @@ WORDS = dict(
 
 
 def of_step(case: str) -> dict[str, Any]:
-    """Counts of one step of a method, and the waits of plain forward and backward passes."""
-    counts, plain = engine.gradients(case, "emu")[1][1], engine.forward_counts(case)
+    """Counts of one step of a method, the waits of plain passes, and whether two steps give the CPU's gradients."""
+    there, of_steps = engine.gradients(case, "emu")
+    counts, plain = of_steps[1], engine.forward_counts(case)
+    here = engine.gradients(case, "cpu")[0]
     return {
+        "same": all(torch.equal(one, other) for one, other in zip(here, there, strict=True)),
         "waits": Counter(counts.syncs).total(),
         "waits_of_plain": Counter(plain.syncs).total(),
         "copied_to_host": Counter(counts.copied_to_host).total(),
@@ -58,20 +62,22 @@ def of_run() -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> str:
     lines = [
-        "One step of three micro-batches. The last column has the waits of plain forward and backward passes;",
-        "before, the loss checked each batch on the device.",
+        "One step of three micro-batches, beside the waits of plain forward and backward passes. Before, the loss",
+        "checked each batch on the device. The last column compares the gradients of two steps.",
         "",
         "| method | version | waits | copies to the host | copies to the device | asynchronous ones | mixes devices |"
-        " waits of plain |",
-        "|---|---|---|---|---|---|---|---|",
+        " waits of plain | as on the CPU |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
+    same = {None: "", True: "to the bit", False: "**no**"}
     for case in engine.CASES:
         for version in ("before", "after"):
             row = found.get(version, {}).get("steps", {}).get(case)
             if row is not None:
                 lines.append(
                     f"| {case} | {version} | {row['waits']} | {row['copied_to_host']} | {row['copied_to_device']}"
-                    f" | {row.get('copied_async', 0)} | {row['mixed']} | {row['waits_of_plain']} |"
+                    f" | {row.get('copied_async', 0)} | {row['mixed']} | {row['waits_of_plain']}"
+                    f" | {same[row.get('same')]} |"
                 )
     large = {line for row in found["after"]["steps"].values() for line in row["largest"]}
     lines += ["", f"More than 100 numbers at once are copied by these lines only: {', '.join(sorted(large))}."]

@@ -96,8 +96,8 @@ CASES = {
     "cut": Case("the cable is cut: both launchers end, the step is charged", ended),
     "own-dies": Case("a rank dies, each machine has its own disk", ended, disk="own"),
     "own-resume": Case("the second machine cannot read the checkpoint: both refuse", refused, "own", after="own-dies"),
-    "own-each-dies": Case("`save_on_each_node`: each machine has the checkpoint", ended, disk="own"),
-    "own-each-resume": Case("and the run goes on from it", same, disk="own", after="own-each-dies"),
+    "own-each-dies": Case("a rank dies, with `save_on_each_node`", ended, disk="own"),
+    "own-each-resume": Case("the second machine has no weights: both refuse", refused, "own", after="own-each-dies"),
 }  # fmt: skip
 
 

@@ -71,7 +71,7 @@ def check_layout(checkpoint: str | None, trainer: Trainer) -> None:
         )
     if not checkpoint:
         return
-    if not is_complete(checkpoint):
+    if not is_complete(checkpoint) or not any(Path(checkpoint).glob("*model*")):
         raise ValueError(
             f"`resume_from_checkpoint` found no complete checkpoint in {checkpoint!r} on this machine."
             " Put the output folder on a disk that all machines share, or copy the checkpoint to each of them."
