@@ -12,6 +12,7 @@ from hf_private.config import DPConfig
 from hf_private.gradients.layers import UncoveredError
 from hf_private.gradients.selfcheck import SelfCheckError
 from hf_private.tasks.micro_batches import CollatorError
+from hf_private.trainer.guards import PrivateStepGuard
 from hf_private.trainer.trainer import DPTrainer
 from tests.support import training, zoo
 
@@ -101,6 +102,33 @@ class Shrinks(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         for p in model.parameters():
             p.grad.mul_(0.5)
+
+
+class AddsOnce(DPTrainer):
+    """Writes to a gradient in its first step only."""
+
+    done = False
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        if not self.done:
+            self.model.classifier.bias.grad.data[0] += 1e-3
+        self.done = True
+        return loss
+
+
+def test_the_guard_must_stay_a_callback(tmp_path: Path) -> None:
+    trainer = made(DPTrainer, tmp_path)
+    trainer.remove_callback(PrivateStepGuard)
+    with pytest.raises(RuntimeError, match="`PrivateStepGuard`"):
+        trainer.train()
+
+
+def test_a_step_that_was_stopped_does_not_stop_the_next_run(tmp_path: Path) -> None:
+    trainer = made(AddsOnce, tmp_path)
+    with pytest.raises(RuntimeError, match=r"`classifier\.bias`"):
+        trainer.train()
+    assert trainer.train().global_step == 2
 
 
 def test_a_callback_may_process_private_gradients(tmp_path: Path) -> None:

@@ -104,6 +104,17 @@ def test_noise_is_raised_for_the_rest_if_steps_were_lost(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("quick_cards")
+def test_a_checkpoint_without_weights_is_refused(tmp_path: Path) -> None:
+    """As that of another machine with `save_on_each_node`; all ranks then say so."""
+    save = {"save_strategy": "steps", "save_steps": 4}
+    training.trainer(tmp_path, **save).train()
+    (tmp_path / "checkpoint-4" / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="`resume_from_checkpoint`"):
+        training.trainer(tmp_path, **save).train(resume_from_checkpoint=True)
+    assert training.steps(tmp_path) == 4
+
+
+@pytest.mark.usefixtures("quick_cards")
 def test_a_complete_run_can_be_resumed_and_spends_nothing(tmp_path: Path) -> None:
     save = {"save_strategy": "steps", "save_steps": 4}
     training.trainer(tmp_path, **save).train()

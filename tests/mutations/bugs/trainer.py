@@ -219,6 +219,12 @@ MUTANTS = (
         "tests/trainer/test_attacks.py::test_a_callback_that_pushes_ahead_sees_filtered_entries",
     ),
     Mutant(
+        "a run goes on without the guard of its steps",
+        "trainer/guards.py",
+        (("        if self.released > 1:", "        if False:"),),
+        "tests/trainer/test_late_changes.py::test_the_guard_must_stay_a_callback",
+    ),
+    Mutant(
         "what is written to the data of a gradient, after the noise, is released",
         "trainer/guards.py",
         (("any_set([*self._of_weights, *of_gradients])", "any_set(self._of_weights)"),),
