@@ -241,17 +241,17 @@ def check_parameters(model: nn.Module, engine: Mapping[str, nn.Parameter]) -> No
 
 def check_gradients(model: nn.Module, noised: bool) -> None:
     """Every trainable parameter must have a finite gradient and, if it is `noised`, one that is not all zero."""
-    for name, p in trainable(model).items():
-        grad = None if p.grad is None else local(p.grad)  # this rank's rows, maybe none
-        got = None
-        if grad is None:
-            got = "none"
-        elif not grad.isfinite().all():
-            got = "one that is not finite"
-        elif noised and grad.numel() and not grad.any():
-            got = "zero"
-        if got is not None:
-            raise RuntimeError(f"`{name}` must have a finite, non-zero gradient after a private step, got {got}.")
+    grads = {name: None if p.grad is None else local(p.grad) for name, p in trainable(model).items()}  # maybe no rows
+    there = {name: grad for name, grad in grads.items() if grad is not None}
+    wrong = {  # on the device, where the host looks once
+        "one that is not finite": {name: ~grad.isfinite().all() for name, grad in there.items()},
+        "zero": {name: ~grad.any() for name, grad in there.items() if noised and grad.numel()},
+    }
+    odd = [(name, "none") for name, grad in grads.items() if grad is None]
+    if any_set(flag for flags in wrong.values() for flag in flags.values()):
+        odd += [(name, got) for got, flags in wrong.items() for name, flag in flags.items() if flag]
+    for name, got in odd:
+        raise RuntimeError(f"`{name}` must have a finite, non-zero gradient after a private step, got {got}.")
 
 
 def order_of(dataset: Any) -> tuple[int, str | None] | None:

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, Subset
 from transformers import Trainer, TrainerCallback
 
 from hf_private.config import DPConfig
-from hf_private.trainer.guards import order_of
+from hf_private.trainer.guards import check_gradients, order_of
 from hf_private.trainer.trainer import DPTrainer
 from tests.support import training, zoo
 
@@ -305,3 +305,18 @@ def test_a_delta_that_promises_nothing_is_warned_about(tmp_path: Path, caplog: p
         caplog.clear()
         training.trainer(tmp_path)
         assert "target_delta" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("value", "got"), [(None, "got none"), (math.inf, "not finite"), (math.nan, "not finite"), (0.0, "zero")]
+)
+def test_each_trained_parameter_must_have_a_gradient(value: float | None, got: str) -> None:
+    model = nn.Linear(3, 2)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    check_gradients(model, noised=True)
+    model.bias.grad = None if value is None else torch.tensor([0.0, value])
+    with pytest.raises(RuntimeError, match=f"`bias` .*{got}"):
+        check_gradients(model, noised=True)
+    if value == 0:
+        check_gradients(model, noised=False)
