@@ -16,7 +16,6 @@ from prv_accountant import composers, discretisers
 from prv_accountant.discrete_privacy_random_variable import DiscretePrivacyRandomVariable
 from prv_accountant.domain import Domain
 from prv_accountant.privacy_random_variables import PoissonSubsampledGaussianMechanism, PrivacyRandomVariableTruncated
-from scipy.fft import next_fast_len
 
 from .grid import MAX_POINTS, AccountantError, grid_points, mesh, privacy_loss
 
@@ -58,12 +57,6 @@ def _grid(left: float, right: float, sigma: float) -> np.ndarray:
     return np.linspace(left, right, max(math.ceil((right - left) / step), 1) + 1)
 
 
-def _aligned(domain: float, width: float) -> Domain:
-    """A grid of multiples of `width` that covers [-domain, domain], of a length whose FFT is fast."""
-    half = next_fast_len(math.ceil(domain / width) + 1, real=True)
-    return Domain((1 - half) * width, half * width, 2 * half)
-
-
 def compose(
     settings: Sequence[tuple[float, float, int]], delta: float, eps_error: float, domain: float
 ) -> DiscretePrivacyRandomVariable:
@@ -82,7 +75,7 @@ def compose(
     points = grid_points(total_steps, delta, eps_error, domain)
     if not points <= MAX_POINTS:
         raise AccountantError(f"PRV needs a grid of {points:.3g} points, more than {MAX_POINTS}")
-    grid = _aligned(domain, mesh(total_steps, delta, eps_error))
+    grid = Domain.create_aligned(-domain, domain, mesh(total_steps, delta, eps_error))
     with _package_errors():
         truncated = [
             Truncated(PoissonSubsampledGaussianMechanism(q, sigma), grid.t_min(), grid.t_max())
