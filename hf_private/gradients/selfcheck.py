@@ -8,7 +8,7 @@ inputs, in float32 or better whatever the training precision. What is not exact 
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -45,11 +45,13 @@ def self_check(
     clip_norm: float = 1.0,
     gamma: float = 0.01,
     group_of: Callable[[str], str] = lambda name: "",
+    longer: Sequence[int] = (),
 ) -> str:
     """Compare the engine with plain autograd on made-up records, `make_batch(batch_size, length, generator=None)`.
 
     `records_meet` is False if training will use micro-batches of one record only. `group_of` says which parameters are
-    clipped together: all of them, or layers. Of each group, a record's gradient may change by 1e-5 of its norm and
+    clipped together: all of them, or layers. `longer` are further lengths at which records are compared, for models
+    that compute long rows in another way. Of each group, a record's gradient may change by 1e-5 of its norm and
     1e-6 of the group's share of `clip_norm` or of AUTO-S's `gamma`, whichever is smaller, since clipping may scale
     gradients up as far as that. Where more changes, the rounding is measured. Returns one line for the log; raises
     `SelfCheckError` or `UncoveredError` with the parameter's name and a remedy.
@@ -75,6 +77,8 @@ def self_check(
         bar.update()
         if records_meet:
             _check_choices(check, make_batch, choices.lengths)
+            for length in longer:
+                _check_longer(check, make_batch, length)
         closely = _telling(batch)
         for n in range(size):
             _check_alone(check, _rows(batch, [n]), whole.rows(slice(n, n + 1)), gradients=n in closely)
@@ -292,10 +296,22 @@ def _check_alone(check: Comparison, record: Batch, inside: Run, gradients: bool)
         raise
 
 
-def _check_choices(check: Comparison, make_batch: Callable[..., Batch], lengths: set[int]) -> None:
+def _check_longer(check: Comparison, make_batch: Callable[..., Batch], length: int) -> None:
+    """Compare a long record, and a shorter one beside it, with themselves alone."""
+    batch = make_batch(2, length)
+    with Choices() as choices:
+        whole = check.run(batch)
+    _check_choices(check, make_batch, choices.lengths, length)
+    for n in range(2):
+        _check_alone(check, _rows(batch, [n]), whole.rows(slice(n, n + 1)), gradients=n == 1)
+
+
+def _check_choices(
+    check: Comparison, make_batch: Callable[..., Batch], lengths: set[int], length: int = LENGTH
+) -> None:
     """Which of equal scores `topk` takes must not matter: torch decides it by the length of the row.
 
-    `lengths` are those of rows in a batch of length `LENGTH`. A length that is the same in shorter batches is no
+    `lengths` are those of rows in a batch of `length` tokens. A length that is the same in shorter batches is no
     matter of padding. Ties may be rare, so more records are looked at than elsewhere.
     """
     with Choices() as shorter:
@@ -304,7 +320,7 @@ def _check_choices(check: Comparison, make_batch: Callable[..., Batch], lengths:
     if lengths <= shorter.lengths:
         return
     for seed in range(CHOICE_SEEDS):
-        batch = make_batch(RECORDS, LENGTH, torch.Generator().manual_seed(seed))
+        batch = make_batch(RECORDS, length, torch.Generator().manual_seed(seed))
         runs = []
         for preferred in ("first", "last"):
             with Choices(preferred, fixed=shorter.lengths):

@@ -18,6 +18,7 @@ from hf_private.tasks.limits import limits_of
 from hf_private.tasks.losses import LABEL_NAMES, PerSampleLoss
 from hf_private.tasks.made_up import ranges_of, sample, schema_of
 from hf_private.tasks.micro_batches import LogicalCollator
+from hf_private.tasks.micro_batches import length_of as tokens_of
 from hf_private.tasks.repeats import most_repeats
 from hf_private.tasks.synthetic import synthetic_batch
 from hf_private.tasks.unit_loss import MakeBatch, made_up_units
@@ -62,6 +63,14 @@ def _check_repeats(trainer: "LoadingMixin") -> None:
             " and train for more steps or weigh classes in `per_sample_loss`; or charge for it with"
             f" DPConfig(records_per_unit={repeats}). Nothing was charged."
         )
+
+
+def longest_record(trainer: "LoadingMixin") -> int | None:
+    """Tokens of the longest training record; None where the collator makes the tokens."""
+    length_of = getattr(trainer.training_collator, "length_of", tokens_of)
+    dataset = trainer.as_inputs(trainer.train_dataset)
+    longest = max((length_of(dataset[row]) for row in range(len(dataset))), default=1)
+    return longest if longest > 1 else None
 
 
 def try_records(trainer: "LoadingMixin", model: nn.Module, loss: Loss) -> None:

