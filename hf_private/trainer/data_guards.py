@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import datasets
 import torch
 from torch import Tensor, nn
 from transformers import Trainer
@@ -21,10 +22,10 @@ from hf_private.tasks.micro_batches import LogicalCollator
 from hf_private.tasks.micro_batches import length_of as tokens_of
 from hf_private.tasks.repeats import most_repeats
 from hf_private.tasks.synthetic import synthetic_batch
+from hf_private.tasks.training_records import TrainingRecords
 from hf_private.tasks.unit_loss import MakeBatch, made_up_units
 
-from .fingerprints import TrainingRecords
-from .guards import check_content, check_evaluation
+from .guards import check_content, check_evaluation, warn_of_copies
 
 if TYPE_CHECKING:
     from .loading import LoadingMixin
@@ -44,6 +45,7 @@ def check_data(trainer: "LoadingMixin", dataset: Any, logical: LogicalCollator, 
     if all_records:
         trainer.ranks.run_on_first(_check_repeats, trainer)
     if all_records and trainer.dp_config.check_dataset:
+        trainer.evaluation_guard.check_copies()
         head = head_of(trainer.model) if trainer.per_sample_loss is None else None
         limits = limits_of(trainer.model, head)
         progress = not trainer.args.disable_tqdm
@@ -119,18 +121,37 @@ def public_batch(
     trainer: "LoadingMixin", batch_size: int, length: int, generator: torch.Generator | None
 ) -> dict[str, Tensor]:
     """A made-up batch: of `public_examples`, for the model's head, or with the dataset's schema if `per_sample_loss`
-    replaces the head's."""
+    replaces the head's. It has all fields of a training batch, as a model may use one to couple records."""
     if trainer.public_examples is not None:
         return example_batch(trainer, batch_size, generator)
     make: MakeBatch = partial(synthetic_batch, trainer.accelerator.unwrap_model(trainer.model))
     if trainer.rows_per_record > 1:
         make = made_up_units(make, trainer.rows_per_record)
-    if trainer.per_sample_loss is None or trainer.train_dataset is None:
-        return make(batch_size, length, generator)
     try:
-        return make(batch_size, length, generator)
+        batch = make(batch_size, length, generator)
     except (AttributeError, ValueError):  # a head or an input that is not listed
+        if trainer.per_sample_loss is None or trainer.train_dataset is None:
+            raise
         return made_up_batch(trainer, batch_size, length, generator)
+    further = further_inputs(trainer, batch)
+    if further:
+        made_up = made_up_batch(trainer, batch_size, length, generator)
+        batch |= {name: made_up[name] for name in further if name in made_up}
+    return batch
+
+
+def further_inputs(trainer: "LoadingMixin", batch: dict[str, Tensor]) -> set[str]:
+    """Names of the inputs of a training batch that are not in a made-up one. Labels are not inputs."""
+    dataset: Any = trainer.train_dataset
+    if dataset is None or not len(dataset):
+        return set()
+    collator = trainer._get_collator_with_removed_columns(trainer.training_collator, description="training")
+    try:
+        collated = collator(copy.deepcopy(sample(dataset, 1)))
+    except Exception:  # such records are refused elsewhere, with what is wrong
+        return set()
+    names = {name for name, x in collated.items() if isinstance(x, Tensor)}
+    return names - batch.keys() - {*LABEL_NAMES, *(trainer.args.label_names or ())}
 
 
 def example_batch(trainer: "LoadingMixin", batch_size: int, generator: torch.Generator | None) -> dict[str, Tensor]:
@@ -207,17 +228,36 @@ class EvaluationGuard:
         """Refuse a dataset, or a dict of them, whose records are training records."""
         if self._on and evaluation is not None:
             check_evaluation(evaluation, self.trainer.train_dataset)
-            if self._known is None or self._known.dataset is not self.trainer.train_dataset:
-                self._known = self._read()
-            check_content(evaluation, self._known)
+            check_content(evaluation, self._training_records())
+
+    def check_copies(self) -> None:
+        """Warn if training records recur in a dataset that can be read without computing its records."""
+        config, dataset = self.trainer.dp_config, self.trainer.train_dataset
+        if self._on and config.group_size == 1 and not config.unit_column:
+            if isinstance(dataset, (datasets.Dataset, list, tuple)):
+                warn_of_copies(self._training_records().recurring())
+
+    def check_public(self, **given: Any) -> None:
+        """Refuse data that is used without noise, because it is said to be public, if it holds training records."""
+        for name, dataset in given.items():
+            if self._on and dataset is not None:
+                found = self._training_records().overlap(dataset)
+                if found.share > found.allowed:
+                    raise ValueError(
+                        f"`{name}` must hold public records, got {found.share:.0%} that are training records. They"
+                        " are used without noise. Give other ones, such as made-up ones."
+                    )
 
     def forget(self) -> None:
         """Read the training records again: they may have been changed in place."""
         self._known = None
 
-    def _read(self) -> TrainingRecords:
-        trainer = self.trainer
+    def _training_records(self) -> TrainingRecords:
+        trainer, known = self.trainer, self._known
+        if known is not None and known.dataset is trainer.train_dataset:
+            return known
         assert trainer.model is not None
         padding = getattr(getattr(base_model(trainer.model), "config", None), "pad_token_id", None)
         labels = (*LABEL_NAMES, *(trainer.args.label_names or ()))
-        return TrainingRecords(trainer.train_dataset, main_input(trainer.model), padding, labels)
+        self._known = TrainingRecords(trainer.train_dataset, main_input(trainer.model), padding, labels)
+        return self._known

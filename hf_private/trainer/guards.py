@@ -13,8 +13,7 @@ from hf_private.distributed.ranks import Ranks
 from hf_private.gradients.bookkeeper import trainable
 from hf_private.gradients.tensors import local
 from hf_private.spending.fingerprints import Probe
-
-from .fingerprints import MOST_NATURAL, TrainingRecords
+from hf_private.tasks.training_records import MOST_NATURAL, TrainingRecords
 
 logger = logging.get_logger(__name__)
 
@@ -64,18 +63,23 @@ def check_evaluation(evaluation: Any, training: Any) -> None:
             raise ValueError(TRAINED_ON)
 
 
+def warn_of_copies(recurring: float) -> None:
+    """Warn if so large a share of the training records recurs that they may be copies of each other."""
+    if recurring > MOST_NATURAL:
+        logger.warning_once(
+            f"{recurring:.0%} of the training records have the content of another one. If they are copies of"
+            " one record, each person is protected less than epsilon says: use every record once, or set"
+            " `records_per_unit`."
+        )
+
+
 def check_content(evaluation: Any, known: TrainingRecords) -> None:
     """Refuse an evaluation set that shares more records with the training set than recur within the training set."""
     for dataset in evaluation.values() if isinstance(evaluation, dict) else (evaluation,):
         if dataset is None or isinstance(dataset, str):
             continue
         found = known.overlap(dataset)
-        if found.natural > MOST_NATURAL:
-            logger.warning_once(
-                f"{found.natural:.0%} of the training records have the content of another one. If they are copies of"
-                " one record, each person is protected less than epsilon says: use every record once, or set"
-                " `records_per_unit`."
-            )
+        warn_of_copies(found.natural)
         if found.share > found.allowed:
             raise ValueError(
                 f"`eval_dataset` must hold other records than the training set, got {found.share:.0%} of its records"

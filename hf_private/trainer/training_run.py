@@ -90,6 +90,9 @@ class TrainingMixin(PublishingMixin, LoadingMixin):
                 self.ranks.assert_equal(unit_column=self.unit_column.fingerprint(self.train_dataset))
                 self.evaluation_guard.forget()
                 self.evaluation_guard.check_content(self.eval_dataset)
+                self.evaluation_guard.check_public(
+                    anchor_dataset=self.anchor_dataset, public_examples=self.public_examples
+                )
                 self._keys = self._draw_keys()
                 reseed_global()
                 output = super().train(resume_from_checkpoint, None, ignore_keys_for_eval)

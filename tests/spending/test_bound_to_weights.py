@@ -392,7 +392,10 @@ class Writes(TrainerCallback):
 
 
 BESIDE: dict[str, tuple[str, Callable[[Any], None]]] = {
-    "generation": ("generation_config.suppress_tokens", lambda k: _set(k["model"].generation_config, "suppress_tokens")),
+    "generation": (
+        "generation_config.suppress_tokens",
+        lambda k: _set(k["model"].generation_config, "suppress_tokens"),
+    ),
     "adapter": ("peft_config.default.revision", lambda k: _set(k["model"].peft_config["default"], "revision")),
     "chat template": ("processing_class", lambda k: _set(k["processing_class"], "chat_template")),
     "tokenizer": ("processing_class", lambda k: k["processing_class"].init_kwargs.update(note="seen")),
