@@ -2,8 +2,8 @@
 
 A card's privacy section is compared word for word, so it cannot hide a claim. The rest of a card is free text, and so
 are its metadata. A number counts as a claim if it stands where a reader takes it for the model's epsilon or delta:
-"epsilon equals 0.1", "(0.1, 1e-5)-DP", "privacy budget: one tenth", or below "epsilon" in a table; also as a logarithm
-or as the parameter of zero-concentrated (rho) or Gaussian (mu) differential privacy. Numbers of other epsilons, such as
+"epsilon equals 0.1", "(0.1, 1e-5)-DP", "privacy budget: one tenth", "ln 1.1", or below "epsilon" in a table. So do
+the parameters of zero-concentrated (rho) and Gaussian (mu) differential privacy. Numbers of other epsilons, such as
 Adam's, do not count; where the words leave a doubt, they are reported without judging the card.
 """
 

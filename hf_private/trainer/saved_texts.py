@@ -14,7 +14,7 @@ from hf_private.tasks.heads import base_model
 # `differential_privacy` is our own mark; `save_pretrained` sets `architectures` to the name of the model's class
 PUBLIC = frozenset(
     "architectures differential_privacy use_cache problem_type _name_or_path dtype torch_dtype"
-    " transformers_version base_model_name_or_path inference_mode auto_mapping".split()
+    " transformers_version base_model_name_or_path inference_mode auto_mapping _from_model_config".split()
 )
 TOKENIZER = ("init_kwargs", "special_tokens_map", "chat_template", "model_max_length")  # what it saves of itself
 

@@ -441,6 +441,17 @@ def test_settings_may_change_before_and_after_a_run(tmp_path: Path) -> None:
     assert steps(tmp_path / "out") == 4
 
 
+@quick
+def test_a_ledger_that_was_put_back_after_the_run_gives_no_card(tmp_path: Path) -> None:
+    made = training.trainer(tmp_path / "run", max_steps=1)
+    made.train()
+    ledger = tmp_path / "run" / "_dp" / "ledger.jsonl"
+    earlier = ledger.read_bytes()
+    made.train()
+    ledger.write_bytes(earlier)
+    assert_refused(made, tmp_path / "out", "it was replaced, as by a backup")
+
+
 # ---- declared post-processing
 
 

@@ -4,6 +4,12 @@ from tests.mutations.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "an id with an accent of its own is another person's",
+        "tasks/unit_column.py",
+        ((' and is_normalized("NFKC", value))', ")"),),
+        "tests/tasks/test_unit_column.py::test_ids_that_look_like_others_are_refused_by_row",
+    ),
+    Mutant(
         "a tenth of an evaluation set may be training records",
         "tasks/training_records.py",
         (("MARGIN = 0.01 ", "MARGIN = 0.1 "),),
@@ -150,8 +156,8 @@ MUTANTS = (
     Mutant(
         "an id and the same with a blank after it are two people",
         "tasks/unit_column.py",
-        (("            if _is_padded(one):", "            if False:"),),
-        "tests/tasks/test_unit_column.py::test_ids_with_blanks_around_them_are_refused_by_row",
+        (("            if _has_other_form(one):", "            if False:"),),
+        "tests/tasks/test_unit_column.py::test_ids_that_look_like_others_are_refused_by_row",
     ),
     Mutant(
         "True and 1 are the same person",

@@ -4,6 +4,12 @@ from tests.mutations.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "what was charged is lost if an evaluation fails",
+        "trainer/training_run.py",
+        (("                        save_after_error(self, self._first_step)\n", "                        pass\n"),),
+        "tests/trainer/test_interruption.py::test_an_error_leaves_a_checkpoint_behind[evaluation]",
+    ),
+    Mutant(
         "an optimizer brings momentum of gradients without noise",
         "trainer/guards.py",
         (("    if first and any(", "    if False and any("),),
