@@ -51,7 +51,7 @@ def custom(outputs: hf.modeling_outputs.SequenceClassifierOutput, labels: Tensor
 
 @pytest.mark.parametrize("how", ["ties", "sort"])
 def test_a_choice_among_equal_scores_is_refused(how: str) -> None:
-    with pytest.raises(SelfCheckError, match=r"equal scores.*`per_device_train_batch_size=1`"):
+    with pytest.raises(SelfCheckError, match=r"`topk`.*`per_device_train_batch_size=1`"):
         check(Indexed(how))
 
 
@@ -79,7 +79,7 @@ def test_sparse_attention_whose_scores_are_often_zero_is_refused() -> None:
     )  # fmt: skip
     for name, p in model.named_parameters():
         p.requires_grad_("indexer" not in name)
-    with pytest.raises(SelfCheckError, match="equal scores"):
+    with pytest.raises(SelfCheckError, match="`topk`"):
         self_check(model, PerSampleLoss(model), partial(synthetic_batch, model))
 
 
@@ -93,7 +93,7 @@ def test_attention_that_chooses_tokens_of_long_rows_only_is_refused_for_long_rec
         records = [{"input_ids": [*range(5, 5 + longest - n)], "labels": 1} for n in range(10)]
         records = [{**record, "labels": record["input_ids"]} for record in records]
         made = training.trainer(tmp_path / str(longest), model, records, per_device_train_batch_size=4, max_steps=1)
-        with pytest.raises(SelfCheckError, match="equal scores") if refused else nullcontext():
+        with pytest.raises(SelfCheckError, match="`topk`") if refused else nullcontext():
             made.train()
 
 

@@ -87,7 +87,7 @@ MUTANTS = (
     Mutant(
         "a better delta is not a claim",
         "publishing/card_check.py",
-        (("return claim.value < claimed", 'return claim.name == "epsilon" and claim.value < claimed'),),
+        (("return claim.value < delta * (1 - 1e-9)", "return False"),),
         "tests/publishing/test_forged_cards.py::test_a_forged_card_is_caught[prose: delta-0.1.0]",
     ),
     Mutant(

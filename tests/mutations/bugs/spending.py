@@ -30,7 +30,7 @@ MUTANTS = (
     Mutant(
         "what was trained cannot be saved once the output folder is gone",
         "spending/spending.py",
-        (("if path.is_file() else self._closed", "if path.is_file() else None"),),
+        (("            return self._closed\n", "            return None\n"),),
         "tests/spending/test_lineage_cards.py::test_no_training_is_lost_because_a_folder_has_vanished",
     ),
     Mutant(

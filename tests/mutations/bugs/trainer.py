@@ -351,7 +351,7 @@ MUTANTS = (
     Mutant(
         "the self-check does not know which layers are clipped by themselves",
         "trainer/setup.py",
-        (("clipping.gamma, clipping.group_of)", 'clipping.gamma, lambda name: "")'),),
+        (("clipping.gamma, clipping.group_of, longer)", 'clipping.gamma, lambda name: "", longer)'),),
         "tests/trainer/test_selfcheck_settings.py::test_the_groups_follow_clipping",
     ),
     Mutant(
