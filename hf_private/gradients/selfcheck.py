@@ -261,11 +261,30 @@ def _plain(model: nn.Module, loss: Loss, batch: Batch, choices: Choices) -> dict
         seed_all(0)
         with choices:
             losses = loss(model, batch)
+        _check_weights_of_loss(losses, model)
         (losses * _weights(losses)).sum().backward()  # not autograd.grad, which cannot reach FSDP2's shards
         return {name: p.grad for name, p in parameters.items()}
     finally:
         for name, p in parameters.items():
             p.grad = before[name]
+
+
+def _check_weights_of_loss(losses: Tensor, model: nn.Module) -> None:
+    """Weights that a loss has beside the model get gradients without noise, and nothing makes them private."""
+    own, seen, waiting = {id(p) for p in model.parameters()}, set(), [losses.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        weight = getattr(node, "variable", None)
+        if isinstance(weight, nn.Parameter) and id(weight) not in own:
+            raise SelfCheckError(
+                f"The loss must have no weights beside those of the model, got one of shape {tuple(weight.shape)}: its"
+                " gradient would have no noise. Remedy: make it a part of the model, or freeze it"
+                " (`requires_grad_(False)`)."
+            )
+        waiting += [following for following, _ in node.next_functions]
 
 
 def _weights(like: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from hf_private.gradients.layers import UncoveredError
 from hf_private.gradients.method import Full
 from hf_private.gradients.persample import Dense
 from hf_private.gradients.selfcheck import SelfCheckError, _check_against_autograd, self_check
+from hf_private.tasks.losses import PerSampleLoss
 from hf_private.tasks.synthetic import synthetic_batch
 from tests.support import zoo
 from tests.support.self_checks import COUPLES, check, each
@@ -235,3 +236,17 @@ def test_losses_that_couple_records_are_refused_in_any_precision(how, dtype):
     with pytest.raises(SelfCheckError, match=COUPLES):
         check(model, loss)
     assert "exact" in check(model, lambda model, batch: loss(model, batch, each))
+
+
+def test_weights_of_a_loss_are_refused():
+    """Their gradients would have no noise, and somebody may train them."""
+    model, _ = zoo.build("bert", torch.float32)
+    head = nn.Linear(3, 3)
+
+    def loss(outputs, labels):
+        return each(head(outputs.logits), labels)
+
+    with pytest.raises(SelfCheckError, match=r"`requires_grad_\(False\)`"):
+        check(model, PerSampleLoss(model, loss))
+    head.requires_grad_(False)
+    assert "exact" in check(model, PerSampleLoss(model, loss))

@@ -4,6 +4,12 @@ from tests.mutations.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "weights of a loss get gradients without noise",
+        "gradients/selfcheck.py",
+        (("        _check_weights_of_loss(losses, model)\n", ""),),
+        "tests/gradients/test_selfcheck.py::test_weights_of_a_loss_are_refused",
+    ),
+    Mutant(
         "mean instead of sum of the losses",
         "gradients/bookkeeper.py",
         (("losses.sum().backward()", "losses.mean().backward()"),),
