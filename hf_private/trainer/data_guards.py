@@ -1,6 +1,7 @@
 """Checks of the data before the first charge, made-up batches, and a guard against evaluation on training records."""
 
 import copy
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -78,8 +79,8 @@ def longest_record(trainer: "LoadingMixin") -> int | None:
 def try_records(trainer: "LoadingMixin", model: nn.Module, loss: Loss) -> None:
     """Compute the loss of two training records, and drop it: what the model cannot take would fail after a charge.
 
-    The error names fields, types and shapes. Of other errors than ValueError only the kind is told, as torch quotes
-    labels.
+    The error names fields, types and shapes. Of errors that are not our own only the kind is told, as a collator or
+    torch may quote a record.
     """
     if not trainer.dp_config.check_dataset:
         return
@@ -93,12 +94,18 @@ def try_records(trainer: "LoadingMixin", model: nn.Module, loss: Loss) -> None:
             model.eval()
             loss(model, trainer._prepare_inputs(batch))
     except Exception as error:
-        got = str(error).strip().rstrip(".") if isinstance(error, ValueError) else type(error).__name__
+        got = str(error).strip().rstrip(".") if _is_ours(error) else type(error).__name__
         fields = [f"{k} {str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}" for k, x in batch.items() if _sized(x)]
         raise ValueError(
             f"`train_dataset` must hold records that the model takes, got an error for two: {got}. Their batch:"
             f" {', '.join(fields) or 'none'}. Nothing was charged. (`DPConfig(check_dataset=False)` skips this.)"
         ) from None
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether the error comes from this package, whose messages quote no record."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return isinstance(error, ValueError) and frame.f_globals.get("__name__", "").startswith("hf_private.")
 
 
 def _sized(x: Any) -> bool:

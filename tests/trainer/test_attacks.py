@@ -164,6 +164,34 @@ def test_records_that_the_model_cannot_take_cost_nothing(tmp_path: Path, name: s
     assert charged(tmp_path) == 0
 
 
+class Quoting(training.Padding):
+    """As `int("malignant")` does."""
+
+    def __call__(self, records: list[dict]) -> dict[str, Tensor]:
+        if len(records) == 2:
+            raise ValueError(f"no such class: {records[0]['labels']}, malignant")
+        return super().__call__(records)
+
+
+class QuotingAlone(training.Padding):
+    def __call__(self, records: list[dict]) -> dict[str, Tensor]:
+        raise ValueError(f"no such class: {records[0]['labels']}, malignant")
+
+
+def test_an_error_of_the_users_code_is_not_quoted(tmp_path: Path) -> None:
+    made = training.trainer(tmp_path, data_collator=Quoting(), public_examples=training.text(seed=4))
+    with pytest.raises(ValueError, match="`data_collator`.*ValueError") as caught:
+        made.train()
+    alone = training.trainer(tmp_path, per_device_train_batch_size=1, data_collator=QuotingAlone())
+    with pytest.raises(ValueError, match="`train_dataset`.*ValueError") as alone_caught:
+        alone.train()
+    assert (
+        "malignant" not in str(alone_caught.value)
+        and "malignant" not in str(caught.value)
+        and caught.value.__suppress_context__
+    )
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
