@@ -229,8 +229,12 @@ def _check_against_autograd(check: Comparison, batch: Batch, choices: Choices | 
             alone = entries[name].weighted_sum(first, into=difference.zero_())  # new memory would take as long
             norms[name] = Dense(alone.unsqueeze(0)).sq_norm().sqrt()[0]  # a norm that underflows is in no sum
             astray[name] = (run.squares[name][0].sqrt() - norms[name]).abs()
-    _refuse_wrong("the sum of per-sample gradients is not autograd's gradient", distance, length, check)
-    _refuse_wrong("the norm of a record's gradient is not that of its part of the sum", astray, norms, check)
+    remedy = REMEDY if len(run.losses) > 1 else FREEZE
+    for what, off, whole in (
+        ("the sum of per-sample gradients is not autograd's gradient", distance, length),
+        ("the norm of a record's gradient is not that of its part of the sum", astray, norms),
+    ):
+        _refuse_wrong(f"{what}. Remedy: {remedy}", off, whole, check)
     return run
 
 
@@ -245,7 +249,7 @@ def _refuse_wrong(what: str, distance: dict[str, Tensor], length: dict[str, Tens
             if not distance[name] <= tolerance(check.dtype) * (length[name] + 1e-3 * (scale + check.floor))
         ]
     if wrong:
-        raise SelfCheckError(f"{_list(wrong)}: {what}. Remedy: {REMEDY}.")
+        raise SelfCheckError(f"{_list(wrong)}: {what}.")
 
 
 def _plain(model: nn.Module, loss: Loss, batch: Batch, choices: Choices) -> dict[str, Tensor | None]:
