@@ -1,8 +1,10 @@
 """Checks of the data before the first charge, made-up batches, and a guard against evaluation on training records."""
 
 import copy
+import pickle
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -140,15 +142,20 @@ def public_batch(
         if trainer.per_sample_loss is None or trainer.train_dataset is None:
             raise
         return made_up_batch(trainer, batch_size, length, generator)
-    further = further_inputs(trainer, batch)
+    inputs = training_inputs(trainer)
+    further = inputs - batch.keys()
     if further:
         made_up = made_up_batch(trainer, batch_size, length, generator)
+        if (
+            main_input(trainer.accelerator.unwrap_model(trainer.model)) not in inputs
+        ):  # it has another one, such as embedded tokens
+            return made_up
         batch |= {name: made_up[name] for name in further if name in made_up}
     return batch
 
 
-def further_inputs(trainer: "LoadingMixin", batch: dict[str, Tensor]) -> set[str]:
-    """Names of the inputs of a training batch that are not in a made-up one. Labels are not inputs."""
+def training_inputs(trainer: "LoadingMixin") -> set[str]:
+    """Names of the inputs of a training batch, without labels; none if it cannot be built."""
     dataset: Any = trainer.train_dataset
     if dataset is None or not len(dataset):
         return set()
@@ -158,7 +165,7 @@ def further_inputs(trainer: "LoadingMixin", batch: dict[str, Tensor]) -> set[str
     except Exception:  # such records are refused elsewhere, with what is wrong
         return set()
     names = {name for name, x in collated.items() if isinstance(x, Tensor)}
-    return names - batch.keys() - {*LABEL_NAMES, *(trainer.args.label_names or ())}
+    return names - {*LABEL_NAMES, *(trainer.args.label_names or ())}
 
 
 def example_batch(trainer: "LoadingMixin", batch_size: int, generator: torch.Generator | None) -> dict[str, Tensor]:
@@ -242,7 +249,8 @@ class EvaluationGuard:
         config, dataset = self.trainer.dp_config, self.trainer.train_dataset
         if self._on and config.group_size == 1 and not config.unit_column:
             if isinstance(dataset, (datasets.Dataset, list, tuple)):
-                warn_of_copies(self._training_records().recurring())
+                with suppress(AttributeError, TypeError, pickle.PicklingError):  # records that cannot be hashed
+                    warn_of_copies(self._training_records().recurring())
 
     def check_public(self, **given: Any) -> None:
         """Refuse data that is used without noise, because it is said to be public, if it holds training records."""

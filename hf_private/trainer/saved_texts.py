@@ -36,12 +36,18 @@ def saved_texts(model: nn.Module, processing_class: Any) -> dict[str, Any]:
         f"{name}.{key}": repr(value)
         for name, config in configs.items()
         if hasattr(config, "to_dict")
-        for key, value in config.to_dict().items()
+        for key, value in _settings(config).items()
         if key not in PUBLIC
     }
     parts = (processing_class, *(getattr(processing_class, name, None) for name in ("tokenizer", "image_processor")))
     marks = [mark for part in parts for mark in _marks(part)]
     return found | ({"processing_class": hash(frozenset(marks))} if marks else {})
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """The settings of a config; those of generation with the defaults that `generate` fills in."""
+    defaults = getattr(config, "_get_default_generation_params", dict)()
+    return {key: defaults.get(key) if value is None else value for key, value in config.to_dict().items()}
 
 
 def _marks(part: Any) -> Iterator[Any]:
