@@ -19,6 +19,7 @@ from hf_private.tasks.collators import check_collator
 from hf_private.tasks.dataset_check import check_dataset
 from hf_private.tasks.heads import base_model, head_of
 from hf_private.tasks.limits import limits_of
+from hf_private.tasks.long_rows import longest_of
 from hf_private.tasks.losses import LABEL_NAMES, PerSampleLoss
 from hf_private.tasks.made_up import ranges_of, sample, schema_of
 from hf_private.tasks.micro_batches import LogicalCollator
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from .loading import LoadingMixin
 
 
+UNKNOWN = (AttributeError, TypeError, pickle.PicklingError)  # of records that cannot be hashed
 EXAMPLES = 16  # public ones that are collated together
 
 
@@ -70,12 +72,10 @@ def _check_repeats(trainer: "LoadingMixin") -> None:
         )
 
 
-def longest_record(trainer: "LoadingMixin") -> int | None:
-    """Tokens of the longest training record; None where the collator makes the tokens."""
-    length_of = getattr(trainer.training_collator, "length_of", tokens_of)
-    dataset = trainer.as_inputs(trainer.train_dataset)
-    longest = max((length_of(dataset[row]) for row in range(len(dataset))), default=1)
-    return longest if longest > 1 else None
+def longest_record(trainer: "LoadingMixin") -> int:
+    """Tokens of the longest training record."""
+    dataset, collator = trainer._without_unused_columns(trainer.as_inputs(trainer.train_dataset), "training")
+    return longest_of(dataset, getattr(trainer.training_collator, "length_of", tokens_of), collator)
 
 
 def try_records(trainer: "LoadingMixin", model: nn.Module, loss: Loss) -> None:
@@ -249,19 +249,20 @@ class EvaluationGuard:
         config, dataset = self.trainer.dp_config, self.trainer.train_dataset
         if self._on and config.group_size == 1 and not config.unit_column:
             if isinstance(dataset, (datasets.Dataset, list, tuple)):
-                with suppress(AttributeError, TypeError, pickle.PicklingError):  # records that cannot be hashed
+                with suppress(*UNKNOWN):
                     warn_of_copies(self._training_records().recurring())
 
     def check_public(self, **given: Any) -> None:
         """Refuse data that is used without noise, because it is said to be public, if it holds training records."""
         for name, dataset in given.items():
-            if self._on and dataset is not None:
-                found = self._training_records().overlap(dataset)
-                if found.share > found.allowed:
-                    raise ValueError(
-                        f"`{name}` must hold public records, got {found.share:.0%} that are training records. They"
-                        " are used without noise. Give other ones, such as made-up ones."
-                    )
+            found = None
+            with suppress(*UNKNOWN):
+                found = self._training_records().overlap(dataset) if self._on and dataset is not None else None
+            if found is not None and found.share > found.allowed:
+                raise ValueError(
+                    f"`{name}` must hold public records, got {found.share:.0%} that are training records. They"
+                    " are used without noise. Give other ones, such as made-up ones."
+                )
 
     def forget(self) -> None:
         """Read the training records again: they may have been changed in place."""

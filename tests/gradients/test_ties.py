@@ -4,6 +4,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 import transformers as hf
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from hf_private.gradients.selfcheck import SelfCheckError, self_check
 from hf_private.gradients.ties import Choices
+from hf_private.tasks.long_rows import longest_of
 from hf_private.tasks.losses import PerSampleLoss
 from hf_private.tasks.synthetic import synthetic_batch
 from tests.support import training, zoo
@@ -92,9 +94,18 @@ def test_attention_that_chooses_tokens_of_long_rows_only_is_refused_for_long_rec
         model = tiny("Doge", keep_window_size=20, num_key_value_heads=2, max_position_embeddings=64)
         records = [{"input_ids": [*range(5, 5 + longest - n)], "labels": 1} for n in range(10)]
         records = [{**record, "labels": record["input_ids"]} for record in records]
-        made = training.trainer(tmp_path / str(longest), model, records, per_device_train_batch_size=4, max_steps=1)
-        with pytest.raises(SelfCheckError, match="`topk`") if refused else nullcontext():
-            made.train()
+        for kind in (list, datasets.Dataset.from_list):
+            folder = tmp_path / f"{longest} {kind.__name__}"
+            made = training.trainer(folder, model, kind(records), per_device_train_batch_size=4, max_steps=1)
+            with pytest.raises(SelfCheckError, match="`topk`") if refused else nullcontext():
+                made.train()
+
+
+def test_the_longest_record_counts_where_the_collator_makes_the_tokens() -> None:
+    def collate(records: list[str]) -> dict[str, Tensor]:
+        return {"input_ids": torch.ones(len(records), max(map(len, records)))}
+
+    assert longest_of(["a", "abc", "ab"], lambda record: 1, collate) == 3
 
 
 def test_a_router_that_samples_its_experts_passes() -> None:

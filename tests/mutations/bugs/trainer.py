@@ -41,7 +41,7 @@ MUTANTS = (
     Mutant(
         "training records are taken for public ones",
         "trainer/data_guards.py",
-        (("                if found.share > found.allowed:\n", "                if False:\n"),),
+        (("            if found is not None and found.share > found.allowed:\n", "            if False:\n"),),
         "tests/trainer/test_attacks.py::test_training_records_are_not_taken_for_public_ones",
     ),
     Mutant(
