@@ -73,7 +73,7 @@ class TrainingRecords:
     def overlap(self, other: Any) -> Overlap:
         """How many of the records of another dataset are training records."""
         if not (hasattr(other, "__len__") and hasattr(other, "__getitem__")):
-            other = _first_of(other)
+            other = first_of(other)
         if not len(other) or not len(self.dataset):
             return Overlap(0.0, 0.0, 0)
         fields = self._fields(other[0], self.dataset[0])
@@ -163,7 +163,7 @@ class TrainingRecords:
         return pickle.dumps(value)
 
 
-def _first_of(stream: Any) -> list[Any]:
+def first_of(stream: Any) -> list[Any]:
     """The first records of a stream; none of a generator, which would be used up."""
     records = iter(stream)
     return [] if records is stream else list(islice(records, STREAMED))

@@ -14,6 +14,7 @@ from uuid import UUID
 from hf_private.mechanism.units import Units, without
 
 from .losses import LABEL_NAMES
+from .training_records import first_of
 
 PLAIN = (str, bytes, int, float, date, UUID)  # equal values mean the same unit
 READ_AT_ONCE = 10_000  # ids of a column
@@ -88,8 +89,8 @@ class UnitColumn:
             for part in column.iter(READ_AT_ONCE):  # record by record would take a hundred times as long
                 yield from part[self.name].to_pylist()
             return
-        for row in range(len(dataset)):
-            record = dataset[row]
+        sized = hasattr(dataset, "__len__")
+        for record in (dataset[row] for row in range(len(dataset))) if sized else first_of(dataset):
             self._check_name(record if isinstance(record, Mapping) else ())
             yield record[self.name]
 
