@@ -102,7 +102,7 @@ MUTANTS = (
     Mutant(
         "collators are tested on records of one length only",
         "tasks/collators.py",
-        (("        trial.check_lengths()\n", ""),),
+        (("                trial.check_lengths()\n", ""),),
         "tests/tasks/test_collators.py::test_tokens_made_in_the_collator_need_a_mask",
     ),
     Mutant(
@@ -112,9 +112,15 @@ MUTANTS = (
         "tests/tasks/test_collators.py::test_collators_that_couple_records_are_refused",
     ),
     Mutant(
+        "an error of the user's code is quoted",
+        "trainer/data_guards.py",
+        (("if _is_ours(error) else", "if isinstance(error, ValueError) else"),),
+        "tests/trainer/test_attacks.py::test_an_error_of_the_users_code_is_not_quoted",
+    ),
+    Mutant(
         "a collator's error quotes a record",
         "tasks/collators.py",
-        (("        ) from None\n", "        ) from error\n"),),
+        (('Call it on two of your records to see the error."\n        ) from None\n', '"\n        ) from error\n'),),
         "tests/tasks/test_collators.py::test_no_message_quotes_a_record",
     ),
     Mutant(
