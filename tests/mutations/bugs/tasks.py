@@ -112,12 +112,6 @@ MUTANTS = (
         "tests/tasks/test_collators.py::test_collators_that_couple_records_are_refused",
     ),
     Mutant(
-        "an error of the user's code is quoted",
-        "trainer/data_guards.py",
-        (("if _is_ours(error) else", "if isinstance(error, ValueError) else"),),
-        "tests/trainer/test_attacks.py::test_an_error_of_the_users_code_is_not_quoted",
-    ),
-    Mutant(
         "a collator's error quotes a record",
         "tasks/collators.py",
         (('Call it on two of your records to see the error."\n        ) from None\n', '"\n        ) from error\n'),),

@@ -4,6 +4,12 @@ from tests.mutations.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "an error of the user's code is quoted",
+        "trainer/data_guards.py",
+        (("if _is_ours(error) else", "if isinstance(error, ValueError) else"),),
+        "tests/trainer/test_attacks.py::test_an_error_of_the_users_code_is_not_quoted",
+    ),
+    Mutant(
         "what was charged is lost if an evaluation fails",
         "trainer/training_run.py",
         (("                        save_after_error(self, self._first_step)\n", "                        pass\n"),),
