@@ -26,8 +26,8 @@ MUTANTS = (
         "trainer/guards.py",
         (
             (
-                "for name, p in trainable(model).items() if p.grad is not None}\n        self._probe",
-                "for name, p in model.named_parameters() if p.grad is not None}\n        self._probe",
+                "for name, p in trainable(model).items() if p.grad is not None}\n        self._seen",
+                "for name, p in model.named_parameters() if p.grad is not None}\n        self._seen",
             ),
         ),
         "tests/trainer/test_guards.py::test_a_gradient_of_a_frozen_weight_stops_the_step",
