@@ -236,11 +236,12 @@ class BookKeeper:
     def _reached(self) -> dict[str, Tensor]:
         """What autograd found for parameters, by name, and forget it."""
         found: dict[str, Tensor] = {}
-        for name, p in self._parameters.items():
-            for leaf in (p, self._tapped.get(id(p))):
-                if leaf is not None and leaf.grad is not None:
-                    found[name] = found[name] + leaf.grad if name in found else leaf.grad
-                    leaf.grad = None
+        with torch._C.DisableTorchFunctionSubclass():  # each look at a tapped parameter would call Python
+            for name, p in self._parameters.items():
+                for leaf in (p, self._tapped.get(id(p))):
+                    if leaf is not None and leaf.grad is not None:
+                        found[name] = found[name] + leaf.grad if name in found else leaf.grad
+                        leaf.grad = None
         return found
 
     def entries(self) -> Mapping[str, PerSample]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vecdot, vector_norm
 
+from . import onednn
 from .products import ROUNDING, is_half, operands, product, weighted_product, widen
 
 # The Gram form of a norm can cancel: its rounding error is relative to (sum_t |a_t||ds_t|)^2, not to the norm.
@@ -60,6 +61,7 @@ class Gram:
     """
 
     STRIP = 32  # positions; narrower strips save more operations and run less well
+    WIDE_STRIP = 64  # by oneDNN, which is called once for each record
 
     strips: list[Tensor]
     lengths: Tensor  # |x_t|: (N, T), as they were scaled
@@ -78,7 +80,13 @@ class Gram:
     def _multiply(self, x: Tensor) -> None:
         length = x.shape[1]
         # oneDNN, which multiplies bfloat16, would copy each strip to make it contiguous.
-        columns, width = x.mT, length if self.half else min(self.STRIP, max(self.STRIP // 2, length // 2))
+        columns = x.mT
+        if self.half:
+            width = length
+        elif length >= self.WIDE_STRIP and onednn.fits(x, columns):
+            width = self.WIDE_STRIP
+        else:
+            width = min(self.STRIP, max(self.STRIP // 2, length // 2))
         self.strips = [product(x[:, t : t + width], columns[:, :, t:], self.half) for t in range(0, length, width)]
         diagonals = [strip.diagonal(dim1=1, dim2=2) for strip in self.strips]
         self.lengths = torch.cat(diagonals, 1).clamp_(min=0).sqrt_()
@@ -121,9 +129,13 @@ class Grams:
 
 
 def sq_norms(records: Mapping[str, "PerSample"]) -> dict[str, Tensor]:
-    """Squared norms (N,) by block; the Gram matrix of an input that layers share is computed once."""
+    """Squared norms (N,) by block; the Gram matrix of an input that layers share is computed once.
+
+    From the last entry, which a processor's cache may still hold, to the first, whose sum follows.
+    """
     grams = Grams()
-    return {block: value.sq_norm(grams) for block, value in records.items()}
+    norms = {block: value.sq_norm(grams) for block, value in reversed(records.items())}
+    return {block: norms[block] for block in records}
 
 
 class PerSample(ABC):

@@ -43,6 +43,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from . import onednn
+
 HALF = torch.bfloat16
 ROUNDING = 2.0**-8 * (1 + 2.0**-7)  # u, and what float32 rounds when the operand is scaled
 BY_RECORDS = 64  # positions: the gradients of shorter records take longer to add up than to compute
@@ -83,7 +85,8 @@ def product(left: Tensor, right: Tensor, half: bool = False) -> Tensor:
         half: Whether operands may be rounded to bfloat16, as they are or should be. Sums are in float32 either way.
     """
     if not half:
-        return _multiply(left)(widen(left), widen(right))
+        left, right = widen(left), widen(right)
+        return onednn.multiply(left, right) if onednn.fits(left, right) else _multiply(left)(left, right)
     return _way(left, right)(left, right)
 
 
@@ -108,6 +111,8 @@ def weighted_product(left: Tensor, right: Tensor, c: Tensor, into: Tensor | None
     if way not in (_by_onednn, _widened):
         return into.add_(way(left, right))
     left, right = widen(left), widen(right)
+    if not half and into.numel() <= IN_CACHE and onednn.fits(left, right):
+        return into.add_(onednn.multiply(left, right))
     with _Rounding() if way is _by_onednn else nullcontext():
         return torch.addmm(into, left, right, out=into)  # torch's counter of operations does not know `addmm_`
 

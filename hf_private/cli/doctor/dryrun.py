@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hf_private.gradients import onednn
 from hf_private.gradients.bookkeeper import BookKeeper, trainable
 from hf_private.gradients.method import Method
 from hf_private.gradients.persample import Grams, PerSample
@@ -81,7 +82,7 @@ class _Modules:
 
 def measure(step: Callable[[], None]) -> Cost:
     """Run `step` and measure its cost."""
-    counter = FlopCounterMode(display=False)
+    counter = FlopCounterMode(display=False, custom_mapping=onednn.operations())
     setattr(counter, "mod_tracker", _Modules())  # noqa: B010
     with counter as operations, PeakMemory() as memory:
         step()

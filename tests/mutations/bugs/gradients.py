@@ -516,4 +516,16 @@ MUTANTS = (
         (("return HALF in dtypes and dtypes <= {HALF, torch.float32}", "return torch.float64 not in dtypes"),),
         "tests/gradients/test_products.py::test_float16_is_widened",
     ),
+    Mutant(
+        "products by oneDNN, although they are not those of float32",
+        "gradients/onednn.py",
+        ((' and bool(processor.get("avx512_f")) and _agrees()', ' and bool(processor.get("avx512_f"))'),),
+        "tests/gradients/test_onednn.py::test_an_operation_that_does_not_agree_is_not_used",
+    ),
+    Mutant(
+        "a product by oneDNN is not added to the sum of earlier records",
+        "gradients/products.py",
+        (("return into.add_(onednn.multiply(left, right))", "return into.copy_(onednn.multiply(left, right))"),),
+        "tests/gradients/test_onednn.py::test_norms_and_sums_of_records_are_exact",
+    ),
 )
