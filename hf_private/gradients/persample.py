@@ -134,7 +134,7 @@ def sq_norms(records: Mapping[str, "PerSample"]) -> dict[str, Tensor]:
     From the last entry, which a processor's cache may still hold, to the first, whose sum follows.
     """
     grams = Grams()
-    norms = {block: value.sq_norm(grams) for block, value in reversed(records.items())}
+    norms = {block: value.sq_norm(grams) for block, value in reversed([*records.items()])}
     return {block: norms[block] for block in records}
 
 
