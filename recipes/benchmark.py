@@ -38,7 +38,13 @@ RESULTS = Path(__file__).parent / "results"
 ENGINES = OURS | {"loop": loop} | PEERS
 UNCOUNTED = ("opake",)  # its transforms do not work with the counters
 FULL, SHORT, LONG = ("bert-8x128", "gpt2-4x100"), ("bert-8x32", "gpt2-8x32"), ("gpt2-1x1024",)
-HEADLINE = dict.fromkeys(FULL, tuple(OURS)) | dict.fromkeys(SHORT + LONG, ("plain", "bk"))
+HALF = ("minilm-16x32-bf16", "bert-8x128-bf16")
+HEADLINE = (
+    dict.fromkeys(FULL, tuple(OURS))
+    | dict.fromkeys(SHORT, ("plain", "bk", "bk-mm"))
+    | dict.fromkeys(LONG, ("plain", "bk"))
+    | dict.fromkeys(HALF, ("plain", "bk", "rgp"))
+)
 GRID = (
     "bert-8x32", "bert-2x512", "roberta-8x32", "roberta-8x128", "roberta-2x512", "minilm-16x32", "minilm-16x128",
     "minilm-4x512", "gpt2-8x32", "gpt2-4x128", "gpt2-2x512", "gpt2-1x1024", "llama-8x32", "llama-4x128",
@@ -63,6 +69,10 @@ AIMS = (
     Aim("bk", "speed", 0.90),
     Aim("bk", "speed", 0.96, SHORT),
     Aim("bk", "speed", 0.72, LONG),
+    Aim("bk-mm", "speed", 0.90),
+    Aim("bk-mm", "speed", 0.96, SHORT),
+    Aim("bk", "speed", 0.70, HALF),
+    Aim("rgp", "speed", 1.10, HALF),
     Aim("rgp", "speed", 1.35),
     Aim("lsg", "speed", 1.35),
     Aim("rgp", "speed", 0.95, against="frozen"),
@@ -261,7 +271,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", nargs="+", help="<model>-<records>x<tokens>, e.g. bert-8x128")
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), help="default: all of ours")
-    parser.add_argument("--seconds", type=float, default=20, help="length of a run; it has at least two rounds")
+    parser.add_argument("--seconds", type=float, default=12, help="length of a run; it has at least two rounds")
     parser.add_argument("--runs", type=int, default=3, help="number of runs; the worst counts")
     parser.add_argument("--all", action="store_true", help="measure the other models and sizes")
     parser.add_argument("--fresh", action="store_true", help="discard earlier results")

@@ -7,12 +7,14 @@ other libraries are in peers.py.
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers as hf
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
+from hf_private.gradients import onednn
 from hf_private.gradients.bookkeeper import BookKeeper, trainable
 from hf_private.gradients.method import Method
 from hf_private.mechanism.clipping import Clipping
@@ -172,6 +174,17 @@ def units(model: nn.Module, batch: dict) -> Step:
     return with_method(model, batch, resolve_method(None, model, seed=0), math.gcd(4, len(batch["labels"])))
 
 
+def own_products(model: nn.Module, batch: dict) -> Step:
+    """Book-keeping with the products of `torch.mm` alone, as plain training: see gradients/onednn.py."""
+    run = private(model, batch)
+
+    def step() -> None:
+        with patch.object(onednn, "is_faster", lambda: False):
+            run()
+
+    return step
+
+
 def with_method(model: nn.Module, batch: dict, method: Method, rows: int = 1) -> Step:
     """One micro-batch. Carriers, anchor subspaces and the open book belong to the logical step, which has many
     micro-batches, so they are made once. `rows` of them are one unit."""
@@ -230,6 +243,7 @@ def frozen(model: hf.PreTrainedModel, batch: dict) -> Step:
 OURS: dict[str, Callable[[hf.PreTrainedModel, dict], Step]] = {
     "plain": plain,
     "bk": private,
+    "bk-mm": own_products,
     "bk-units": units,
     "rgp": lambda model, batch: private(model, batch, CarrierConfig(r=8)),
     "lsg": lambda model, batch: private(model, batch, CarrierConfig(r=8, sparsity=0.3)),
