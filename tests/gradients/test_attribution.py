@@ -174,6 +174,14 @@ def test_a_model_is_measured_once():
     assert measured(model, loss, {k: x for k, x in batch.items() if k != "token_type_ids"}), "other inputs"
 
 
+def test_as_many_records_as_tokens_are_measured_once():
+    """BERT's token types, which are all 0, are not a table of distances."""
+    model, loss = zoo.build("bert")
+    batch = {k: x for k, x in zoo.make_batch(model, 6, 6).items() if k != "token_type_ids"}
+    assert measured(model, loss, batch)
+    assert not measured(model, loss, batch)
+
+
 def test_the_order_in_a_flattened_axis_is_measured_again():
     """At a new number of entries per record, and then at calls 2, 4, 8, ..."""
     model, loss = layouts.build("records first, flat")

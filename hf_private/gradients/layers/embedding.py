@@ -79,7 +79,8 @@ def _is_shared(tap: Tap, index: Tensor) -> bool:
         return len(index) % tap.num_rows != 0 or (len(index) > 1 and bool((index.diff() == 1).all()))
     length, width = index.shape[:2]
     if length in (tap.num_rows, tap.leading):  # unless as many records as tokens make distances look like records
-        return length == width > 1 and torch.equal(index[1:, 1:], index[:-1, :-1])
+        distances = length == width > 1 and torch.equal(index[1:, 1:], index[:-1, :-1])
+        return distances and not bool((index == index[0, 0]).all())  # token types are all alike
     if width == tap.num_rows and length > 1:  # XLNet's tokens (T, N)
         return torch.equal(index[1:, 1:], index[:-1, :-1])
     return length > 1
