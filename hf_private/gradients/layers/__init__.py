@@ -62,6 +62,9 @@ INPUTS: dict[Callable, int] = {torch.addmm: 1, torch.baddbmm: 1, Tensor.baddbmm:
 # Rules of which one argument, here its place, may also be what all records share.
 TAKE_SHARED: dict[Callable, int] = {F.linear: 0, F.layer_norm: 0, torch.baddbmm: 0, Tensor.baddbmm: 0}
 
+# Rules that take a weight, as second argument, that is computed of parameters.
+COMPUTED: set[Callable] = {func for func, rule in RULES.items() if rule in (linear, conv)}
+
 # Modules that hand their parameters to one of these functions; other modules' small parameters are copied instead.
 FUNCTIONAL = (nn.Linear, Conv1D, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _ConvNd, ParametrizationList)
 CONTAINERS = (nn.ParameterDict, nn.ParameterList)

@@ -25,8 +25,9 @@ def patches(x: Tensor, kernel: tuple[int, ...], stride: list[int], padding: list
 class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, graph_root, x: Tensor, weight: Tensor, bias, stride, padding, dilation, groups: int, tap: Tap, names
+        ctx, graph_root, x: Tensor, weight: Tensor, bias, copies, stride, padding, dilation, groups: int, tap: Tap, names
     ):
+        ctx.computed = copies is not None
         ctx.tap, ctx.names, ctx.geometry = tap, names, (stride, padding, dilation)
         ctx.groups, ctx.dtype = groups, x.dtype
         ctx.save_for_backward(x, weight)
@@ -40,22 +41,26 @@ class _Conv(torch.autograd.Function):
         weight_name, bias_name = ctx.names
         records, flat = ctx.tap.batch_size, dy.flatten(2)  # (B, out, positions)
         axis = ctx.tap.axis(ctx.names, dy, 1)
+        g = None
         if bias_name and axis is not None:
             ctx.tap.observe(bias_name, Dense(widen(flat).sum(2).view(records, -1, flat.shape[1]).sum(1)))
-        if weight_name and axis is not None:
+        if weight_name and (axis is not None or ctx.computed):
             a = patches(x, weight.shape[2:], stride, padding, dilation)
             if ctx.groups == 1:
                 value = Outer(ctx.tap.rows(flat.transpose(1, 2)), ctx.tap.rows(a.flatten(2)), weight.shape)
             else:
                 value = Dense(grouped_gradients(widen(flat), widen(a), ctx.groups, weight.shape, records))
-            ctx.tap.observe(weight_name, value)
+            if ctx.computed:
+                g = value.dense()
+            else:
+                ctx.tap.observe(weight_name, value)
         dx = None
         if ctx.needs_input_grad[1]:
             dx = torch.ops.aten.convolution_backward(
                 dy, x.to(dy.dtype), weight.to(dy.dtype), None, stride, padding, dilation, False,
                 [0] * len(stride), ctx.groups, [True, False, False],
             )[0].to(ctx.dtype)  # fmt: skip
-        return None, dx, *[None] * 8
+        return None, dx, None, None, g, *[None] * 6
 
 
 def grouped_gradients(dy: Tensor, a: Tensor, groups: int, shape: torch.Size, records: int) -> Tensor:
@@ -92,6 +97,7 @@ def conv(
     padding = [padding] * spatial if isinstance(padding, int) else list(padding)
     names = (tap.name(weight), tap.name(bias))
     tap.announce(names, input.shape[:1])
+    copies, weight, bias = tap.copies(weight), tap.detached(weight), tap.detached(bias)
     return _Conv.apply(
-        tap.graph_root, input, tap.detached(weight), tap.detached(bias), stride, padding, dilation, groups, tap, names
+        tap.graph_root, input, weight, bias, copies, stride, padding, dilation, groups, tap, names
     )

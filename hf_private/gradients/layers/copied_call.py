@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .agreement import agreement, restored
 from .attribution import UncoveredError
+from .once import is_same, once
 from .routed import Routed
 from .shared import Shared, refusal
 from .tapped import Tapped, is_in_place
@@ -70,6 +71,8 @@ class CopiedCall:
         self.tap, self.names = shared[0].tap, frozenset().union(*(s.entries for s in shared))
         self.new = any(s.fresh for s in shared)
         self.in_place, self.factor = in_place, factor
+        if in_place and isinstance(leaves[0], Shared):
+            leaves[0].own_memory()
         self.records, self.rows = self.tap.batch_size, self.tap.num_rows
         # The axes that such calls had where lengths left no choice, as in the self-check's batches: tried first.
         kinds = (func, str(spec), *(x.dim() if isinstance(x, Tensor) else None for x in leaves))
@@ -150,6 +153,18 @@ class CopiedCall:
         return tree_map(lambda x: self.wrap(x) if isinstance(x, Tensor) else x, self.for_all(self.leaves, loop))
 
     def for_all(self, leaves: list[Any], loop: bool) -> Any:
+        places = [i for i, x in enumerate(leaves) if isinstance(x, Shared)]
+        others = [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, Shared)]
+        copies = [leaves[i].copies for i in places]
+        if not (loop or self.in_place or any(x.requires_grad for x in others)) and all(map(is_same, copies)):
+
+            def call(*values: Tensor) -> Any:
+                found = list(leaves)
+                for i, x in zip(places, values, strict=True):
+                    found[i] = x
+                return self.call(found)
+
+            return once(call, copies)
         inputs = [x.copies if isinstance(x, Shared) else x for x in leaves]
         return self.vmapped(inputs, [0 if isinstance(x, Shared) else None for x in leaves], loop)
 
@@ -159,7 +174,13 @@ class CopiedCall:
     def wrap(self, copies: Tensor) -> Any:
         if not copies.requires_grad and not copies.is_floating_point():
             return copies[0]  # an index, a comparison: the same for all records
-        return Shared(copies, self.tap, self.names, self.new)
+        value = Shared(copies, self.tap, self.names, self.new)
+        memory = copies.untyped_storage().data_ptr()
+        for other in self.shared:
+            if is_same(other.copies) and other.copies.untyped_storage().data_ptr() == memory:  # one is a view
+                other.aliases.append(value.aliases[0])
+                value.aliases = other.aliases
+        return value
 
     def run_sized(self) -> Tensor | None:
         """`expand` and `repeat` to one row per row of the batch."""

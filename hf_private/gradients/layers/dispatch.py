@@ -13,7 +13,7 @@ from .attention import attention
 from .copied_call import with_copies
 from .low_rank import low_rank
 from .shared import Shared
-from .tap import AutogradOnlyError
+from .tap import AutogradOnlyError, is_computed
 from .tapped import Tapped, is_in_place, part_of, plainly
 
 # What asks for the shape or the kind of a tensor.
@@ -63,7 +63,7 @@ def dispatch(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 def _rule(func: Callable, args: tuple, kwargs: dict) -> Callable | None:
     """The rule of a function, if the parameters of the call are where it wants them."""
-    from . import EITHER, INPUTS, RULES, TAKE_SHARED
+    from . import COMPUTED, EITHER, INPUTS, RULES, TAKE_SHARED
 
     rule = RULES.get(func)
     if rule is None:
@@ -72,10 +72,12 @@ def _rule(func: Callable, args: tuple, kwargs: dict) -> Callable | None:
         return rule if any(isinstance(x, Tapped) for x in (*args, *kwargs.values())) else None
     place, sharing = INPUTS.get(func, 0), TAKE_SHARED.get(func)
     for index, x in enumerate((*args, *kwargs.values())):
-        if isinstance(x, Shared) and index != sharing:
+        if isinstance(x, Shared) and index != sharing and not (index == 1 and func in COMPUTED and type(x) is Shared):
             return None
         if isinstance(x, Tapped) and index == place != sharing and func not in EITHER:
             return None
+    if is_computed(args[1] if len(args) > 1 else None):
+        return rule if func in COMPUTED and type(args[0]) is Tensor else None
     if func in EITHER:
         return rule if any(isinstance(x, Tapped) for x in tree_leaves(args)) else None
     parameters = [x for i, x in enumerate((*args, *kwargs.values())) if i != place and isinstance(x, Tapped)]

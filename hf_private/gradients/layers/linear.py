@@ -6,8 +6,11 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from hf_private.gradients.persample import Dense, Outer, widen
+from hf_private.gradients.ragged import Ragged, Route, summed
 
+from .once import expanded, is_same
 from .recompute import recompute_fn
+from .routed import Routed
 from .special import is_special, special
 from .tap import AutogradOnlyError, Tap
 from .tapped import Tapped
@@ -18,9 +21,12 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, graph_root, x: Tensor, weight: Tensor, bias: Tensor | None, tap: Tap, names: tuple, in_first: bool
-    ):
+        ctx, graph_root, x: Tensor, weight: Tensor, bias: Tensor | None, copies: Tensor | None, tap: Tap, names: tuple,
+        in_first: bool, route: Route | None = None, once: bool = False,
+    ):  # fmt: skip
         ctx.tap, ctx.names, ctx.in_first, ctx.dtype = tap, names, in_first, x.dtype
+        ctx.route, ctx.once, ctx.computed, records = route, once, copies is not None, len(x)
+        x = x[0] if once else x
         ctx.recompute = recompute_fn(x) if tap.book.drops_inputs else None
         kind = x.device.type
         casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # "meta" has none
@@ -29,6 +35,8 @@ class _Linear(torch.autograd.Function):
         # A bias alone (BiTFiT) needs no input.
         ctx.save_for_backward(x if names[0] and ctx.recompute is None else None, weight)
         y = F.linear(x, weight.t() if in_first else weight, bias)
+        if once:
+            return expanded(y, records)
         # Autograd refuses a view here if the model changes it in place (Longformer divides its queries).
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
@@ -36,45 +44,93 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, *grad_outputs: Tensor) -> tuple:
         (ds,) = grad_outputs
         x, weight = ctx.saved_tensors
+        g = None
         weight_name, bias_name = ctx.names
-        axis = ctx.tap.axis(ctx.names, ds, ds.dim() - 1)
+        route, axis = ctx.route, ctx.tap.axis(ctx.names, ds, ds.dim() - 1, route=ctx.route)
+        if ctx.computed:
+            axis = in_front(ctx.tap, axis)
+        length, reached = ds.shape[-2], reached_rows(ds) if ctx.once else None
+        if reached is not None:
+            ds, x = ds.index_select(-2, reached), x.index_select(-2, reached)
         if bias_name and axis is not None:
-            ctx.tap.observe(bias_name, Dense(widen(ctx.tap.rows(ds, axis)).sum(1)))
+            sums = summed(ds, route) if route else widen(ctx.tap.rows(ds, axis)).sum(1)
+            ctx.tap.observe(bias_name, Dense(sums))
         if weight_name and axis is not None:
-            rows, a = ctx.tap.rows(ds, axis), ctx.tap.rows(ctx.recompute() if ctx.recompute else x, axis)
+            x = ctx.recompute() if ctx.recompute else x
+            x = expanded(x, len(ds)) if ctx.once else x
+            rows, a = (ds, x) if route else (ctx.tap.rows(ds, axis), ctx.tap.rows(x, axis))
             left, right = (a, rows) if ctx.in_first else (rows, a)
-            ctx.tap.observe(weight_name, Outer(left, right))
+            value = Ragged(left, right, route) if route else Outer(left, right)
+            if ctx.computed:
+                g = value.dense()
+            else:
+                ctx.tap.observe(weight_name, value)
         dx = None
         if ctx.needs_input_grad[1]:
             weight = weight.to(ds.dtype)
             dx = ds.matmul(weight.t() if ctx.in_first else weight).to(ctx.dtype)
-        return None, dx, None, None, None, None, None
+            if reached is not None:
+                some, dx = dx, dx.new_zeros(*dx.shape[:-2], length, dx.shape[-1])
+                dx.index_copy_(-2, reached, some)
+        return None, dx, None, None, g, *[None] * 5
+
+
+def in_front(tap: Tap, axis: int | None) -> int:
+    """The axis of the records where a weight is computed: its gradient is formed in the pass of weighted losses, too."""
+    if axis:
+        raise AutogradOnlyError(f"`{tap.path}` multiplies records that are not in front by a computed weight.")
+    return 0
+
+
+def reached_rows(ds: Tensor) -> Tensor | None:
+    """The rows of what all records share that the gradient of some record reaches, if they are less than half of it.
+
+    Of a table of distances, short records need few. Only a CPU looks: another device would keep the host waiting.
+    """
+    if ds.device.type != "cpu" or ds.dim() < 3:
+        return None
+    reached = ds.flatten(0, -3).ne(0).any(-1).any(0).nonzero().squeeze(1)
+    return reached if 2 * len(reached) < ds.shape[-2] else None
+
+
+def _routed(tap: Tap, x: Routed, weight: Tensor, bias: Tensor | None, in_first: bool) -> Tensor:
+    """A linear layer on rows (R, in) that know their records."""
+    names = (tap.name(weight), tap.name(bias))
+    tap.announce(names, torch.Size([tap.batch_size]))
+    weight, bias = tap.detached(weight), tap.detached(bias)
+    rows = x.as_subclass(Tensor)
+    return Routed.of(_Linear.apply(tap.graph_root, rows, weight, bias, None, tap, names, in_first, x.route), x.route)
 
 
 def linear(tap: Tap, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Rule for `F.linear`: input (..., in), weight (out, in)."""
-    if is_special(tap, input) and (rule := special(tap, input)):
-        return rule(lambda x: linear(tap, x, weight, bias))
+    return _linear(tap, input, weight, bias, in_first=False)
+
+
+def _linear(
+    tap: Tap, input: Tensor, weight: Tensor, bias: Tensor | None, in_first: bool, once: bool = False
+) -> Tensor:
+    copies = tap.copies(weight)
+    if copies is not None and (type(input) is not Tensor or len(input) not in (tap.num_rows, tap.leading)):
+        raise AutogradOnlyError(f"`{tap.path}` multiplies by a computed weight of shape {tuple(weight.shape)}.")
+    if isinstance(input, Routed) and input.dim() == 2:
+        return _routed(tap, input, weight, bias, in_first)
+    if not once and is_special(tap, input) and (rule := special(tap, input)):
+        return rule(lambda x: _linear(tap, x, weight, bias, in_first, is_same(x)))
     names = (tap.name(weight), tap.name(bias))
     tap.announce(names, input.shape[:-1])
-    return _Linear.apply(tap.graph_root, input, tap.detached(weight), tap.detached(bias), tap, names, False)
+    weight, bias = tap.detached(weight), tap.detached(bias)
+    return _Linear.apply(tap.graph_root, input, weight, bias, copies, tap, names, in_first, None, once)
 
 
 def conv1d(tap: Tap, module: Conv1D, input: Tensor) -> Tensor:
     """Rule for Hugging Face's Conv1D itself, which flattens its input (..., in) around `torch.addmm`."""
-    if is_special(tap, input) and (rule := special(tap, input)):
-        return rule(lambda x: conv1d(tap, module, x))
-    weight, bias = module.weight, module.bias
-    names = (tap.name(weight), tap.name(bias))
-    tap.announce(names, input.shape[:-1])
-    return _Linear.apply(tap.graph_root, input, tap.detached(weight), tap.detached(bias), tap, names, True)
+    return _linear(tap, input, module.weight, module.bias, in_first=True)
 
 
 def addmm(tap: Tap, input: Tensor, mat1: Tensor, mat2: Tensor) -> Tensor:
     """Rule for `torch.addmm(bias, x, weight)`: x (B*T, in), weight (in, out)."""
-    names = (tap.name(mat2), tap.name(input))
-    tap.announce(names, mat1.shape[:-1])
-    return _Linear.apply(tap.graph_root, mat1, tap.detached(mat2), tap.detached(input), tap, names, True)
+    return _linear(tap, mat1, mat2, input, in_first=True)
 
 
 def matmul(tap: Tap, input: Tensor, other: Tensor) -> Tensor:
@@ -83,13 +139,9 @@ def matmul(tap: Tap, input: Tensor, other: Tensor) -> Tensor:
         if isinstance(other, Tapped) or input.dim() != 2 or other.dim() < 3:
             raise AutogradOnlyError(f"`{tap.path}` multiplies a weight of shape {tuple(input.shape)}.")
         return linear(tap, other.mT, input).mT
-    if is_special(tap, input) and (rule := special(tap, input)):
-        return rule(lambda x: matmul(tap, x, other))
     if input.dim() < 2 or other.dim() != 2:
         raise AutogradOnlyError(f"`{tap.path}` multiplies by a weight of shape {tuple(other.shape)}.")
-    names = (tap.name(other), None)
-    tap.announce(names, input.shape[:-1])
-    return _Linear.apply(tap.graph_root, input, tap.detached(other), None, tap, names, True)
+    return _linear(tap, input, other, None, in_first=True)
 
 
 def bmm(tap: Tap, input: Tensor, mat2: Tensor) -> Tensor:
