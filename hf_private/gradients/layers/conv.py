@@ -1,10 +1,12 @@
 """Convolutions in 1 to 3 dimensions: a linear layer on patches, with stride, padding, dilation and groups."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_private.gradients.persample import Dense, Outer, widen
+from hf_private.gradients.persample import Dense, Outer, forming_is_smaller, widen
 
 from .tap import AutogradOnlyError, Tap
 
@@ -25,7 +27,18 @@ def patches(x: Tensor, kernel: tuple[int, ...], stride: list[int], padding: list
 class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, graph_root, x: Tensor, weight: Tensor, bias, copies, stride, padding, dilation, groups: int, tap: Tap, names
+        ctx,
+        graph_root,
+        x: Tensor,
+        weight: Tensor,
+        bias,
+        copies,
+        stride,
+        padding,
+        dilation,
+        groups: int,
+        tap: Tap,
+        names,
     ):
         ctx.computed = copies is not None
         ctx.tap, ctx.names, ctx.geometry = tap, names, (stride, padding, dilation)
@@ -45,30 +58,43 @@ class _Conv(torch.autograd.Function):
         if bias_name and axis is not None:
             ctx.tap.observe(bias_name, Dense(widen(flat).sum(2).view(records, -1, flat.shape[1]).sum(1)))
         if weight_name and (axis is not None or ctx.computed):
-            a = patches(x, weight.shape[2:], stride, padding, dilation)
-            if ctx.groups == 1:
-                value = Outer(ctx.tap.rows(flat.transpose(1, 2)), ctx.tap.rows(a.flatten(2)), weight.shape)
+            positions = flat.shape[2] * len(x) // records
+            if forms(x.device, ctx.groups, positions, weight.shape):
+                rows = len(x) // records
+                pairs = zip(dy.split(rows), x.split(rows), strict=True)
+                mine = partial(
+                    convolution_backward, mask=[False, True, False], geometry=ctx.geometry, groups=ctx.groups
+                )
+                value = Dense(torch.stack([mine(widen(ds), widen(a), widen(weight))[1] for ds, a in pairs]))
             else:
-                value = Dense(grouped_gradients(widen(flat), widen(a), ctx.groups, weight.shape, records))
+                a = patches(x, weight.shape[2:], stride, padding, dilation)
+                value = Outer(ctx.tap.rows(flat.transpose(1, 2)), ctx.tap.rows(a.flatten(2)), weight.shape)
             if ctx.computed:
                 g = value.dense()
             else:
                 ctx.tap.observe(weight_name, value)
         dx = None
         if ctx.needs_input_grad[1]:
-            dx = torch.ops.aten.convolution_backward(
-                dy, x.to(dy.dtype), weight.to(dy.dtype), None, stride, padding, dilation, False,
-                [0] * len(stride), ctx.groups, [True, False, False],
-            )[0].to(ctx.dtype)  # fmt: skip
+            dx = convolution_backward(dy, x, weight, [True, False, False], ctx.geometry, ctx.groups)[0].to(ctx.dtype)
         return None, dx, None, None, g, *[None] * 6
 
 
-def grouped_gradients(dy: Tensor, a: Tensor, groups: int, shape: torch.Size, records: int) -> Tensor:
-    """Per-sample gradients (N, *shape) of a grouped convolution: each group sees its own channels only."""
-    dy = dy.unflatten(1, (groups, -1))  # (B, g, out / g, positions)
-    a = a.unflatten(2, (groups, -1)).flatten(3)  # (B, positions, g, in / g * kernel)
-    g = torch.einsum("ngot,ntgi->ngoi", dy, a)
-    return g.reshape(len(g), *shape).view(records, -1, *shape).sum(1)
+def forms(device: torch.device, groups: int, positions: int, shape: torch.Size) -> bool:
+    """Whether to form the gradients, record by record: always with groups, which see their own channels only, and on a
+    CPU wherever they are smaller than the patches."""
+    fast = device.type in ("cpu", "meta")  # others would start too many kernels
+    return groups > 1 or fast and forming_is_smaller(positions, shape[0], shape[1:].numel())
+
+
+def convolution_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, mask: list[bool], geometry: tuple, groups: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of input, weight and bias, those of `mask`."""
+    stride, padding, dilation = geometry
+    x, weight = x.to(dy.dtype), weight.to(dy.dtype)
+    return torch.ops.aten.convolution_backward(
+        dy, x, weight, None, stride, padding, dilation, False, [0] * len(stride), groups, mask
+    )
 
 
 def conv(
@@ -98,6 +124,4 @@ def conv(
     names = (tap.name(weight), tap.name(bias))
     tap.announce(names, input.shape[:1])
     copies, weight, bias = tap.copies(weight), tap.detached(weight), tap.detached(bias)
-    return _Conv.apply(
-        tap.graph_root, input, weight, bias, copies, stride, padding, dilation, groups, tap, names
-    )
+    return _Conv.apply(tap.graph_root, input, weight, bias, copies, stride, padding, dilation, groups, tap, names)

@@ -14,7 +14,14 @@ from .tap import Tap, UncoveredError
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, graph_root, index: Tensor, weight: Tensor, padding_idx: int | None, tap: Tap, name: str, once: bool = False
+        ctx,
+        graph_root,
+        index: Tensor,
+        weight: Tensor,
+        padding_idx: int | None,
+        tap: Tap,
+        name: str,
+        once: bool = False,
     ) -> Tensor:
         ctx.tap, ctx.parameter, ctx.padding_idx, ctx.shape = tap, name, padding_idx, weight.shape
         ctx.save_for_backward(index)
@@ -26,12 +33,12 @@ class _Embedding(torch.autograd.Function):
         (index,) = ctx.saved_tensors
         axis = ctx.tap.axis((ctx.parameter,), ds, index.dim())
         if axis is None:
-            return *[None] * 7,
+            return (*[None] * 7,)
         index, ds = ctx.tap.rows(index.unsqueeze(-1), axis).squeeze(-1), ctx.tap.rows(ds, axis)
         if ctx.padding_idx is not None:
             ds = ds.masked_fill((index == ctx.padding_idx % ctx.shape[0]).unsqueeze(-1), 0)
         ctx.tap.observe(ctx.parameter, Rows(index, ds, ctx.shape))
-        return *[None] * 7,
+        return (*[None] * 7,)
 
 
 def embedding(

@@ -42,7 +42,14 @@ class _LayerNorm(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[1]:
             dx = torch.ops.aten.native_layer_norm_backward(
-                dy.to(x.dtype).contiguous(), x.contiguous(), ctx.shape, mean.contiguous(), rstd.contiguous(), weight, bias, [True, False, False]
+                dy.to(x.dtype).contiguous(),
+                x.contiguous(),
+                ctx.shape,
+                mean.contiguous(),
+                rstd.contiguous(),
+                weight,
+                bias,
+                [True, False, False],
             )[0]
         return None, dx, *[None] * 7
 
@@ -60,7 +67,13 @@ def layer_norm(
 
 
 def _layer_norm(
-    tap: Tap, input: Tensor, normalized_shape, weight: Tensor | None, bias: Tensor | None, eps: float, once: bool = False
+    tap: Tap,
+    input: Tensor,
+    normalized_shape,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    once: bool = False,
 ) -> Tensor:
     if not once and is_special(tap, input) and (rule := special(tap, input)):
         return rule(lambda x: _layer_norm(tap, x, normalized_shape, weight, bias, eps, is_same(x)))

@@ -45,6 +45,7 @@ class Shared(Tensor):
     def of(cls, tapped: Tapped) -> Shared:
         """A parameter, once per record."""
         new = tapped.tap.announce((tapped.entry,), torch.Size([tapped.tap.batch_size]))
+        tapped.tap.book.copied.add(tapped.entry)
         copies = copied(tapped.tap, tapped.plain, tapped.entry)
         return cls(copies, tapped.tap, frozenset([tapped.entry]), new)
 

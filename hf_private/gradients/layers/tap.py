@@ -28,7 +28,7 @@ class Book(Protocol):
     leading: int
     expanded: set[str]  # paths of embeddings whose positions (1, T) became (N, T)
     copied: set[str]  # parameters that no rule knows: each record has a copy where they are used
-    formed: set[str]  # those of them that are multiplied with activations: their copies cost as much as gradients
+    formed: set[str]  # those of them that are multiplied with activations, so that large gradients are formed
     sharded: bool
     rows_per_record: int
     attribution: Attribution

@@ -183,7 +183,7 @@ MUTANTS = (
                 "        needed = False",
             ),
             (
-                "        found = self._find(tap, ds, queue.pop(0), rank, layout) if queue else None",
+                "        found = self._find(tap, ds, queue.pop(0), rank, layout, route) if queue else None",
                 "        found = 0, False",
             ),
         ),
@@ -204,13 +204,13 @@ MUTANTS = (
     Mutant(
         "a layer without a gradient yet counts as measured",
         "gradients/layers/attribution.py",
-        (("len(fitting) == 1 and reached > 1", "True"),),
+        (("len(fitting) == 1 and shown > 1", "True"),),
         "tests/gradients/test_attribution.py::test_what_has_no_gradient_yet_is_measured_later",
     ),
     Mutant(
         "a layout that fits by chance is remembered",
         "gradients/layers/attribution.py",
-        (("len(fitting) == 1 and reached > 1", "reached > 1"),),
+        (("len(fitting) == 1 and shown > 1", "shown > 1"),),
         "tests/gradients/test_attribution.py::test_a_layout_that_is_not_the_only_one_that_fits_is_not_remembered",
     ),
     Mutant(
