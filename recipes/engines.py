@@ -89,7 +89,7 @@ def whisper() -> hf.PreTrainedModel:
 
 
 def wav2vec2() -> hf.PreTrainedModel:
-    """wav2vec2 of half the depth: the weight of its convolution over positions is computed, so records have copies."""
+    """wav2vec2 of half the depth; the weight of its convolution over positions is computed."""
     config = hf.Wav2Vec2Config(
         num_hidden_layers=6, hidden_dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, feat_proj_dropout=0.0,
         final_dropout=0.0, layerdrop=0.0, apply_spec_augment=False, do_stable_layer_norm=True,
@@ -98,6 +98,14 @@ def wav2vec2() -> hf.PreTrainedModel:
     model = hf.Wav2Vec2ForSequenceClassification(config)
     model.wav2vec2.masked_spec_embed.requires_grad_(False)
     return model
+
+
+def funnel() -> hf.PreTrainedModel:
+    """Funnel of half the depth: it multiplies distances with weights by `einsum`, of which no rule knows."""
+    config = hf.FunnelConfig(
+        vocab_size=32000, block_sizes=[2, 2, 2], hidden_dropout=0.0, attention_dropout=0.0, activation_dropout=0.0
+    )
+    return hf.FunnelForSequenceClassification(config)
 
 
 MODELS: dict[str, Callable[[], hf.PreTrainedModel]] = {
@@ -112,6 +120,7 @@ MODELS: dict[str, Callable[[], hf.PreTrainedModel]] = {
     "moe": moe,
     "whisper": whisper,
     "wav2vec2": wav2vec2,
+    "funnel": funnel,
 }
 
 

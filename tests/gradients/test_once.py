@@ -164,6 +164,7 @@ class Computed(nn.Module):
     def __init__(self, time_first=False):
         super().__init__()
         self.below, self.w, self.g = nn.Linear(6, 6), nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.rand(6, 1))
+        self.bias = nn.Parameter(torch.randn(6))
         self.time_first = time_first
 
     def forward(self, x):
@@ -171,7 +172,7 @@ class Computed(nn.Module):
         if self.time_first:
             x = x.transpose(0, 1)
         weight = self.w * self.g / self.w.norm(dim=1, keepdim=True)
-        y = F.linear(F.linear(x, weight).tanh(), weight, self.g[:, 0]) + x @ weight + F.linear(x, self.w)
+        y = F.linear(F.linear(x, weight, self.bias).tanh(), weight, self.g[:, 0]) + x @ weight + F.linear(x, self.w)
         return y.transpose(0, 1) if self.time_first else y
 
 

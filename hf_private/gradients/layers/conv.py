@@ -1,7 +1,5 @@
 """Convolutions in 1 to 3 dimensions: a linear layer on patches, with stride, padding, dilation and groups."""
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,21 +25,10 @@ def patches(x: Tensor, kernel: tuple[int, ...], stride: list[int], padding: list
 class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx,
-        graph_root,
-        x: Tensor,
-        weight: Tensor,
-        bias,
-        copies,
-        stride,
-        padding,
-        dilation,
-        groups: int,
-        tap: Tap,
-        names,
+        ctx, graph_root, x: Tensor, weight: Tensor, bias, copies, geometry: tuple, groups: int, tap: Tap, names
     ):
-        ctx.computed = copies is not None
-        ctx.tap, ctx.names, ctx.geometry = tap, names, (stride, padding, dilation)
+        stride, padding, dilation = geometry
+        ctx.tap, ctx.names, ctx.geometry, ctx.computed = tap, names, geometry, copies is not None
         ctx.groups, ctx.dtype = groups, x.dtype
         ctx.save_for_backward(x, weight)
         return CONVOLUTIONS[len(stride)](x, weight, bias, stride, padding, dilation, groups)
@@ -58,14 +45,11 @@ class _Conv(torch.autograd.Function):
         if bias_name and axis is not None:
             ctx.tap.observe(bias_name, Dense(widen(flat).sum(2).view(records, -1, flat.shape[1]).sum(1)))
         if weight_name and (axis is not None or ctx.computed):
-            positions = flat.shape[2] * len(x) // records
+            positions, rows = flat.shape[2] * len(x) // records, len(x) // records
             if forms(x.device, ctx.groups, positions, weight.shape):
-                rows = len(x) // records
-                pairs = zip(dy.split(rows), x.split(rows), strict=True)
-                mine = partial(
-                    convolution_backward, mask=[False, True, False], geometry=ctx.geometry, groups=ctx.groups
-                )
-                value = Dense(torch.stack([mine(widen(ds), widen(a), widen(weight))[1] for ds, a in pairs]))
+                pairs = zip(widen(dy).split(rows), widen(x).split(rows), strict=True)
+                each = [conv_backward(*pair, widen(weight), ctx.geometry, ctx.groups, of="weight") for pair in pairs]
+                value = Dense(torch.stack(each))
             else:
                 a = patches(x, weight.shape[2:], stride, padding, dilation)
                 value = Outer(ctx.tap.rows(flat.transpose(1, 2)), ctx.tap.rows(a.flatten(2)), weight.shape)
@@ -75,8 +59,8 @@ class _Conv(torch.autograd.Function):
                 ctx.tap.observe(weight_name, value)
         dx = None
         if ctx.needs_input_grad[1]:
-            dx = convolution_backward(dy, x, weight, [True, False, False], ctx.geometry, ctx.groups)[0].to(ctx.dtype)
-        return None, dx, None, None, g, *[None] * 6
+            dx = conv_backward(dy, x, weight, ctx.geometry, ctx.groups, of="input").to(ctx.dtype)
+        return None, dx, None, None, g, *[None] * 4
 
 
 def forms(device: torch.device, groups: int, positions: int, shape: torch.Size) -> bool:
@@ -86,15 +70,15 @@ def forms(device: torch.device, groups: int, positions: int, shape: torch.Size) 
     return groups > 1 or fast and forming_is_smaller(positions, shape[0], shape[1:].numel())
 
 
-def convolution_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, mask: list[bool], geometry: tuple, groups: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of input, weight and bias, those of `mask`."""
+def conv_backward(dy: Tensor, x: Tensor, weight: Tensor, geometry: tuple, groups: int, of: str) -> Tensor:
+    """The gradient of the input, or of the weight, summed over the rows of `x`."""
     stride, padding, dilation = geometry
     x, weight = x.to(dy.dtype), weight.to(dy.dtype)
-    return torch.ops.aten.convolution_backward(
-        dy, x, weight, None, stride, padding, dilation, False, [0] * len(stride), groups, mask
-    )
+    found = torch.ops.aten.convolution_backward(
+        dy, x, weight, None, stride, padding, dilation, False, [0] * len(stride), groups,
+        [of == "input", of == "weight", False],
+    )  # fmt: skip
+    return found[0] if of == "input" else found[1]
 
 
 def conv(
@@ -123,5 +107,6 @@ def conv(
     padding = [padding] * spatial if isinstance(padding, int) else list(padding)
     names = (tap.name(weight), tap.name(bias))
     tap.announce(names, input.shape[:1])
+    geometry = stride, padding, dilation
     copies, weight, bias = tap.copies(weight), tap.detached(weight), tap.detached(bias)
-    return _Conv.apply(tap.graph_root, input, weight, bias, copies, stride, padding, dilation, groups, tap, names)
+    return _Conv.apply(tap.graph_root, input, weight, bias, copies, geometry, groups, tap, names)

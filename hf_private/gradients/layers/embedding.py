@@ -14,14 +14,7 @@ from .tap import Tap, UncoveredError
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx,
-        graph_root,
-        index: Tensor,
-        weight: Tensor,
-        padding_idx: int | None,
-        tap: Tap,
-        name: str,
-        once: bool = False,
+        ctx, graph_root, index: Tensor, weight: Tensor, padding_idx: int | None, tap: Tap, name: str, once=False
     ) -> Tensor:
         ctx.tap, ctx.parameter, ctx.padding_idx, ctx.shape = tap, name, padding_idx, weight.shape
         ctx.save_for_backward(index)

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from hf_private.gradients.persample import Dense, Outer, widen
+from hf_private.gradients.persample import Dense, Outer, PerSample, widen
 from hf_private.gradients.ragged import Ragged, Route, summed
 
 from .once import expanded, is_same
@@ -44,39 +44,41 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, *grad_outputs: Tensor) -> tuple:
         (ds,) = grad_outputs
         x, weight = ctx.saved_tensors
-        g = None
         weight_name, bias_name = ctx.names
-        route, axis = ctx.route, ctx.tap.axis(ctx.names, ds, ds.dim() - 1, route=ctx.route)
-        if ctx.computed:
-            axis = in_front(ctx.tap, axis)
-        length, reached = ds.shape[-2], reached_rows(ds) if ctx.once else None
+        axis = ctx.tap.axis(ctx.names, ds, ds.dim() - 1, route=ctx.route)
+        reached, shape = reached_rows(ds) if ctx.once else None, ds.shape
         if reached is not None:
-            ds, x = ds.index_select(-2, reached), x.index_select(-2, reached)
+            ds = ds.index_select(-2, reached)
         if bias_name and axis is not None:
-            sums = summed(ds, route) if route else widen(ctx.tap.rows(ds, axis)).sum(1)
+            sums = summed(ds, ctx.route) if ctx.route else widen(ctx.tap.rows(ds, axis)).sum(1)
             ctx.tap.observe(bias_name, Dense(sums))
-        if weight_name and axis is not None:
+        g = None
+        if weight_name and (axis is not None or ctx.computed):
             x = ctx.recompute() if ctx.recompute else x
-            x = expanded(x, len(ds)) if ctx.once else x
-            rows, a = (ds, x) if route else (ctx.tap.rows(ds, axis), ctx.tap.rows(x, axis))
-            left, right = (a, rows) if ctx.in_first else (rows, a)
-            value = Ragged(left, right, route) if route else Outer(left, right)
+            if ctx.once:
+                x = expanded(x if reached is None else x.index_select(-2, reached), len(ds))
             if ctx.computed:
-                g = value.dense()
+                g = _value(ctx, ds, x, in_front(ctx.tap, axis)).dense()
             else:
-                ctx.tap.observe(weight_name, value)
+                ctx.tap.observe(weight_name, _value(ctx, ds, x, axis))
         dx = None
         if ctx.needs_input_grad[1]:
             weight = weight.to(ds.dtype)
             dx = ds.matmul(weight.t() if ctx.in_first else weight).to(ctx.dtype)
             if reached is not None:
-                some, dx = dx, dx.new_zeros(*dx.shape[:-2], length, dx.shape[-1])
-                dx.index_copy_(-2, reached, some)
+                dx = dx.new_zeros(*shape[:-1], dx.shape[-1]).index_copy_(-2, reached, dx)
         return None, dx, None, None, g, *[None] * 5
 
 
+def _value(ctx, ds: Tensor, x: Tensor, axis: int) -> PerSample:
+    """The per-sample gradients of a weight from its output's gradient and its input."""
+    rows, a = (ds, x) if ctx.route else (ctx.tap.rows(ds, axis), ctx.tap.rows(x, axis))
+    left, right = (a, rows) if ctx.in_first else (rows, a)
+    return Ragged(left, right, ctx.route) if ctx.route else Outer(left, right)
+
+
 def in_front(tap: Tap, axis: int | None) -> int:
-    """The axis of the records where a weight is computed: its gradient is formed in the pass of weighted losses, too."""
+    """The axis of the records for a computed weight, whose gradient the pass of weighted losses forms, too."""
     if axis:
         raise AutogradOnlyError(f"`{tap.path}` multiplies records that are not in front by a computed weight.")
     return 0

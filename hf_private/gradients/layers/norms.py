@@ -41,15 +41,9 @@ class _LayerNorm(torch.autograd.Function):
             ctx.tap.observe(bias_name, Dense(rows.sum(1).view(-1, *ctx.shape)))
         dx = None
         if ctx.needs_input_grad[1]:
+            x, mean, rstd = (part.contiguous() for part in (x, mean, rstd))  # of what records share, they are views
             dx = torch.ops.aten.native_layer_norm_backward(
-                dy.to(x.dtype).contiguous(),
-                x.contiguous(),
-                ctx.shape,
-                mean.contiguous(),
-                rstd.contiguous(),
-                weight,
-                bias,
-                [True, False, False],
+                dy.to(x.dtype).contiguous(), x, ctx.shape, mean, rstd, weight, bias, [True, False, False]
             )[0]
         return None, dx, *[None] * 7
 
@@ -67,22 +61,16 @@ def layer_norm(
 
 
 def _layer_norm(
-    tap: Tap,
-    input: Tensor,
-    normalized_shape,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    once: bool = False,
+    tap: Tap, input: Tensor, shape, weight: Tensor | None, bias: Tensor | None, eps: float, once: bool = False
 ) -> Tensor:
     if not once and is_special(tap, input) and (rule := special(tap, input)):
-        return rule(lambda x: _layer_norm(tap, x, normalized_shape, weight, bias, eps, is_same(x)))
+        return rule(lambda x: _layer_norm(tap, x, shape, weight, bias, eps, is_same(x)))
     names = (tap.name(weight), tap.name(bias))
-    tap.announce(names, input.shape[: input.dim() - len(normalized_shape)])
+    tap.announce(names, input.shape[: input.dim() - len(shape)])
     weight, bias = tap.detached(weight), tap.detached(bias)
     if weight is not None and weight.dtype != input.dtype:  # autocast: half-precision input, float32 weights
         input = input.to(weight.dtype)
-    return _LayerNorm.apply(tap.graph_root, input, list(normalized_shape), weight, bias, eps, tap, names, once)
+    return _LayerNorm.apply(tap.graph_root, input, list(shape), weight, bias, eps, tap, names, once)
 
 
 def _affine(tap: Tap, y: Tensor, parameter: Tensor | None, first_axis: int, add: bool) -> Tensor:

@@ -1,7 +1,7 @@
 """What all records share is computed once: its copies (N, *shape) are one value, N times without memory of their own.
 
-A function of such values gives one more of them. Only gradients differ by record, so the backward pass runs for a batch
-of them (`torch.vmap` of the derivative).
+A function of such values gives one more of them. Only gradients differ by record, so the backward pass runs for a
+batch of them (`torch.vmap` of the derivative).
 """
 
 from collections.abc import Callable

@@ -3,8 +3,8 @@
 Each record gets its own copy, (N, *shape), behind a tensor that looks to the model like the value itself, of `shape`.
 A function of such values runs once (`once.py`), so a table of relative positions, the norm that is applied to it and
 the projection of both stay values that all records share. Where one meets an activation, record n's copy meets the
-rows of record n, and an ordinary tensor leaves: the gradient of the copies is the per-sample gradient. A weight that is
-computed meets them by the rule of a linear layer or a convolution, which forms that gradient.
+rows of record n, and an ordinary tensor leaves: the gradient of the copies is the per-sample gradient. A weight that
+is computed meets them by the rule of a linear layer or a convolution, which forms that gradient.
 
 `dispatch.py` sends calls to rules, parts or copies, `copied_call.py` runs a call with copies, and `agreement.py`
 compares it with the call without them.
