@@ -510,4 +510,69 @@ MUTANTS = (
         (("return HALF in dtypes and dtypes <= {HALF, torch.float32}", "return torch.float64 not in dtypes"),),
         "tests/gradients/test_products.py::test_float16_is_widened",
     ),
+    Mutant(
+        "what records share gets the gradient of all records",
+        "gradients/layers/once.py",
+        (
+            (
+                "results, grads = [y for y, _ in pairs], [g for _, g in pairs]",
+                "results, grads = [y for y, _ in pairs], [g.sum(0, keepdim=True).expand_as(g) for _, g in pairs]",
+            ),
+        ),
+        "tests/gradients/test_once.py"
+        "::test_gradients_of_a_value_that_is_computed_once_are_those_of_each_record[<lambda>0]",
+    ),
+    Mutant(
+        "rows of a shared table that the first record does not reach are left out",
+        "gradients/layers/linear.py",
+        (("reached = ds.flatten(0, -3).ne(0).any(-1).any(0)", "reached = ds.flatten(0, -3).ne(0).any(-1)[0]"),),
+        "tests/gradients/test_once.py::test_rows_that_one_record_alone_reaches_are_not_left_out",
+    ),
+    Mutant(
+        "two rows of one record at an expert are squared one by one instead of added up",
+        "gradients/ragged.py",
+        (
+            (
+                "        some = value.sq_norm()",
+                "        some = (value.left.square().sum(2) * value.right.square().sum(2)).sum(1)",
+            ),
+        ),
+        "tests/gradients/test_ragged.py::test_norms_and_sums_are_those_of_the_records[size1]",
+    ),
+    Mutant(
+        "rows of an expert are weighted in their order, not by their record",
+        "gradients/ragged.py",
+        (("weighted_sum(c[self.route.records], into)", "weighted_sum(c[self.route.records.sort().values], into)"),),
+        "tests/gradients/test_ragged.py::test_norms_and_sums_are_those_of_the_records[size0]",
+    ),
+    Mutant(
+        "rows of an expert are not measured",
+        "gradients/layers/attribution.py",
+        (("(0, len(route.records[reached].unique()) > 1) if fits else None", "0, True"),),
+        "tests/gradients/test_ragged.py::test_rows_whose_gradients_are_of_other_records_are_refused",
+    ),
+    Mutant(
+        "a change in place does not reach the views of what records share",
+        "gradients/layers/shared.py",
+        (("if sum(alias() is not None for alias in self.aliases) > 1:", "if False:"),),
+        "tests/gradients/test_once.py::test_a_change_in_place_that_a_view_would_not_see_is_refused",
+    ),
+    Mutant(
+        "the bias beside a computed weight counts in the pass of weighted losses, too",
+        "gradients/layers/linear.py",
+        (
+            (
+                "        if bias_name and axis is not None:",
+                "        if bias_name and (axis is not None or ctx.computed):",
+            ),
+            ("widen(ctx.tap.rows(ds, axis)).sum(1)", "widen(ctx.tap.rows(ds, axis or 0)).sum(1)"),
+        ),
+        "tests/gradients/test_once.py::test_a_computed_weight_is_exact[False]",
+    ),
+    Mutant(
+        "a convolution's gradients are those of its first record",
+        "gradients/layers/conv.py",
+        (("value = Dense(torch.stack(each))", "value = Dense(torch.stack(each[:1] * len(each)))"),),
+        "tests/gradients/test_once.py::test_a_convolution_with_a_computed_weight_is_exact_by_the_rule[<lambda>0]",
+    ),
 )
