@@ -87,8 +87,15 @@ def product(left: Tensor, right: Tensor, half: bool = False) -> Tensor:
     return _way(left, right)(left, right)
 
 
-def weighted_product(left: Tensor, right: Tensor, c: Tensor, into: Tensor | None = None) -> Tensor:
-    """`sum_n c_n left_n^T right_n` (p, d) of (N, T, p), (N, T, d) and (N,); added in place to `into`, if given."""
+def weighted_product(
+    left: Tensor, right: Tensor, c: Tensor, into: Tensor | None = None, replaces: bool = False
+) -> Tensor:
+    """`sum_n c_n left_n^T right_n` (p, d) of (N, T, p), (N, T, d) and (N,); added in place to `into`, if given.
+
+    With `replaces`, what is in `into` is overwritten instead.
+    """
+    if into is not None and replaces and is_half(left, right):
+        into.zero_()
     half = is_half(left, right)
     left, right = operands(left, right)
     if half and _by_records(left, right):
@@ -109,6 +116,8 @@ def weighted_product(left: Tensor, right: Tensor, c: Tensor, into: Tensor | None
         return into.add_(way(left, right))
     left, right = widen(left), widen(right)
     with _Rounding() if way is _by_onednn else nullcontext():
+        if replaces:
+            return torch.mm(left, right, out=into)
         return torch.addmm(into, left, right, out=into)  # torch's counter of operations does not know `addmm_`
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from .persample import Dense, Grams, Outer, PerSample, per_record
-from .products import widen
+from .products import weighted_product, widen
 
 
 class Route:
@@ -36,6 +37,8 @@ class Route:
 
     def padded(self, x: Tensor) -> Tensor:
         """Rows (R, ...) as (N, width, ...), with zeros where a record has fewer."""
+        if self.number == 1:
+            return x.unsqueeze(0)
         empty = x.new_zeros(self.number * self.width, *x.shape[1:])
         return empty.index_copy(0, self._place, x).unflatten(0, (self.number, self.width))
 
@@ -45,10 +48,17 @@ class Route:
     def picked(self, index: Tensor) -> Route:
         return Route(self.records[index], self.number)
 
-    def present(self) -> tuple[Tensor, Route]:
-        """The records that have rows, and the route among them alone."""
-        found, records = self.records.unique(return_inverse=True)
-        return found, Route(records, len(found))
+    def by_size(self) -> Iterator[tuple[Tensor, Tensor, Route]]:
+        """Groups of records with about as many rows: their numbers, their rows, and the route among them alone."""
+        sizes: dict[int, list[int]] = {}
+        for record, count in enumerate(self._counts.tolist()):
+            if count:
+                sizes.setdefault(count.bit_length(), []).append(record)
+        for found in sizes.values():
+            numbers = torch.tensor(found, device=self.records.device)
+            mine = self.records.unsqueeze(1) == numbers  # (rows, records of the group)
+            rows, records = mine.nonzero(as_tuple=True)
+            yield numbers, rows, Route(records, len(found))
 
 
 class Ragged(PerSample):
@@ -57,24 +67,27 @@ class Ragged(PerSample):
     def __init__(self, left: Tensor, right: Tensor, route: Route) -> None:
         self.left, self.right, self.route = left.detach(), right.detach(), route
 
-    def _present(self) -> tuple[Tensor, PerSample]:
-        """The records that have rows, and their gradients; padded, because lengths differ."""
-        found, route = self.route.present()
-        value = Outer(route.padded(self.left), route.padded(self.right))
-        return found, Dense(value.dense()) if value.instantiating_is_smaller() else value
+    def _padded(self) -> Iterator[tuple[Tensor, PerSample]]:
+        """The gradients of records that have rows, in groups, so that little is padding."""
+        for numbers, rows, route in self.route.by_size():
+            value = Outer(route.padded(self.left[rows]), route.padded(self.right[rows]))
+            yield numbers, Dense(value.dense()) if value.instantiating_is_smaller() else value
 
     def sq_norm(self, grams: Grams | None = None) -> Tensor:
-        found, value = self._present()
-        some = value.sq_norm()
-        return some.new_zeros(self.route.number).index_copy(0, found, some)
+        total = widen(self.left).new_zeros(self.route.number)
+        for numbers, value in self._padded():
+            total[numbers] = value.sq_norm()
+        return total
 
-    def weighted_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
-        return Outer(self.left.unsqueeze(1), self.right.unsqueeze(1)).weighted_sum(c[self.route.records], into)
+    def weighted_sum(self, c: Tensor, into: Tensor | None = None, replaces: bool = False) -> Tensor:
+        left, right = self.left.unsqueeze(1), self.right.unsqueeze(1)
+        return weighted_product(left, right, c[self.route.records], into, replaces)
 
     def dense(self) -> Tensor:
-        found, value = self._present()
-        some = value.dense()
-        return some.new_zeros(self.route.number, *some.shape[1:]).index_copy(0, found, some)
+        g = widen(self.left).new_zeros(self.route.number, self.left.shape[1], self.right.shape[1])
+        for numbers, value in self._padded():
+            g[numbers] = value.dense()
+        return g
 
     def masked(self, keep: Tensor) -> Ragged:
         rows = keep[self.route.records]

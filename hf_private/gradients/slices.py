@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 
 from .persample import Dense, Grams, PerSample
+from .products import widen
+from .ragged import Ragged
 
 Part = int | tuple[int, int]  # one index of the first axis, or a range of them
 
@@ -22,6 +24,12 @@ class Slices(PerSample):
         return torch.stack([value.sq_norm(grams) for value in self.parts.values()]).sum(0)
 
     def weighted_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
+        experts = {e: value for e, value in self.parts.items() if isinstance(e, int) and isinstance(value, Ragged)}
+        if into is None and len(experts) == len(self.parts):  # zeros would be written for nothing
+            into = widen(next(iter(experts.values())).left).new_empty(self.shape)
+            for e, out in enumerate(into):
+                experts[e].weighted_sum(c, out, replaces=True) if e in experts else out.zero_()
+            return into
         if into is None:
             some = next(iter(self.parts.values())).weighted_sum(c)
             into = some.new_zeros(self.shape)

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from .attention import attention
 from .copied_call import with_copies
 from .low_rank import low_rank
 from .shared import Shared
 from .tap import AutogradOnlyError, is_computed
-from .tapped import Tapped, is_in_place, part_of, plainly
+from .tapped import Tapped, is_in_place, leaves, part_of, plainly
 
 # What asks for the shape or the kind of a tensor.
 ATTRIBUTES = (
@@ -36,7 +35,7 @@ def dispatch(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Call a torch function that takes a parameter, or a value computed from parameters alone."""
     if func in METADATA:
         return plainly(func, args, kwargs)
-    found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, (Tapped, Shared))]
+    found = [x for x in leaves((args, kwargs)) if isinstance(x, (Tapped, Shared))]
     tap = found[0].tap
     if not tap.book.has_batch:
         return plainly(func, args, kwargs)
@@ -79,6 +78,6 @@ def _rule(func: Callable, args: tuple, kwargs: dict) -> Callable | None:
     if is_computed(args[1] if len(args) > 1 else None):
         return rule if func in COMPUTED and type(args[0]) is Tensor else None
     if func in EITHER:
-        return rule if any(isinstance(x, Tapped) for x in tree_leaves(args)) else None
+        return rule if any(isinstance(x, Tapped) for x in leaves(args)) else None
     parameters = [x for i, x in enumerate((*args, *kwargs.values())) if i != place and isinstance(x, Tapped)]
     return rule if parameters else None

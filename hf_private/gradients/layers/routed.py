@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from hf_private.gradients.ragged import Route
 
-from .tapped import Tapped
+from .tapped import Tapped, leaves
 
 if TYPE_CHECKING:
     from .tap import Tap
@@ -54,18 +54,28 @@ class Routed(Tensor):
         from .shared import Shared
 
         kwargs = kwargs or {}
-        leaves = tree_leaves((args, kwargs))
-        if any(isinstance(x, (Tapped, Shared)) for x in leaves):
+        found = list(leaves((args, kwargs)))
+        if any(isinstance(x, (Tapped, Shared)) for x in found):
             return dispatch(func, args, kwargs)
-        first = next(x for x in leaves if isinstance(x, Routed))
-        args, kwargs = tree_map(lambda x: x.as_subclass(Tensor) if isinstance(x, Routed) else x, (args, kwargs))
+        first = next(x for x in found if isinstance(x, Routed))
+        args, kwargs = _each(args, _plain), {key: _each(x, _plain) for key, x in kwargs.items()}
         result = func(*args, **kwargs)
         route = _route(func, first.route, args, kwargs)
         if route is None:
             return result
         rows = len(route.records)
-        keep = lambda x: Routed.of(x, route) if isinstance(x, Tensor) and _rows(x, rows) else x  # noqa: E731
-        return tree_map(keep, result)
+        return _each(result, lambda x: Routed.of(x, route) if isinstance(x, Tensor) and _rows(x, rows) else x)
+
+
+def _plain(x: Any) -> Any:
+    return x.as_subclass(Tensor) if isinstance(x, Routed) else x
+
+
+def _each(x: Any, change: Callable) -> Any:
+    """`change` of a value, or of all those in a list or a tuple: torch's trees take longer than the functions here."""
+    if type(x) in (list, tuple):
+        return type(x)(_each(y, change) for y in x)
+    return tree_map(change, x) if isinstance(x, (list, tuple, dict)) else change(x)
 
 
 def _rows(x: Tensor, rows: int) -> bool:

@@ -533,8 +533,8 @@ MUTANTS = (
         "gradients/ragged.py",
         (
             (
-                "        some = value.sq_norm()",
-                "        some = (value.left.square().sum(2) * value.right.square().sum(2)).sum(1)",
+                "            total[numbers] = value.sq_norm()",
+                "            total[numbers] = (value.left.square().sum(2) * value.right.square().sum(2)).sum(1)",
             ),
         ),
         "tests/gradients/test_ragged.py::test_norms_and_sums_are_those_of_the_records[size1]",
