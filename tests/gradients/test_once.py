@@ -134,6 +134,41 @@ def test_records_share_the_dropout_of_what_they_share():
     assert len(set(kept)) == 1
 
 
+def test_a_table_whose_rows_no_record_reaches_is_exact():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4)).double()
+
+    def loss(model, batch):
+        return (
+            model(batch["x"]) * (1 + 0 * model[0](torch.ones(1, 8, 6).double()).repeat(len(batch["x"]), 1, 1)[:, 0])
+        ).sum(1)
+
+    assert_exact(model, loss, {"x": torch.randn(3, 6).double()})
+
+
+class Positions(nn.Module):
+    """Distances that are multiplied with a weight by `einsum`, as in Funnel."""
+
+    def __init__(self):
+        super().__init__()
+        self.below, self.kernel = nn.Linear(6, 6), nn.Parameter(torch.randn(5, 2, 3))
+
+    def forward(self, x):
+        y = self.below(x).unflatten(2, (2, 3))
+        rows = torch.einsum("td,dnh->tnh", torch.arange(2 * x.shape[1] * 5).view(-1, 5).to(x).sin(), self.kernel)
+        return torch.einsum("binh,tnh->bnit", y, rows)
+
+
+def test_positions_in_einsum_are_exact_by_the_rule():
+    torch.manual_seed(0)
+    model = Positions().double()
+    for batch_size, length in ((3, 5), (4, 8), (1, 4), (6, 3), (2, 2)):
+        assert_exact(model, squares, {"x": torch.randn(batch_size, length, 6).double()})
+    with BookKeeper(model) as book:
+        book.backward(squares(model, {"x": torch.randn(3, 5, 6).double()}))
+        assert not book.copied
+
+
 class InPlace(nn.Module):
     """A value that is changed in place, beside a view of it that is used later."""
 

@@ -22,7 +22,7 @@ from .routed import Routed
 from .shared import Shared, refusal
 from .tapped import Tapped, is_in_place
 
-# The gradients of a weight in them are formed for each record.
+# The gradients of a weight in them are formed for each record, which counts where they are more than the activations.
 PRODUCTS = frozenset(
     "linear matmul mm bmm baddbmm __matmul__ __rmatmul__ einsum conv1d conv2d conv3d conv_transpose1d "
     "conv_transpose2d lstm gru multi_head_attention_forward addmm tensordot grouped_mm".split()
@@ -42,7 +42,9 @@ def with_copies(func: Callable, args: tuple, kwargs: dict, factor: bool = False)
     shared = [x for x in leaves if isinstance(x, Shared)]
     call = CopiedCall(func, spec, leaves, shared, is_in_place(func, kwargs), factor)
     if not factor and getattr(func, "__name__", "") in PRODUCTS:
-        call.tap.book.formed |= call.names & call.tap.book.copied
+        largest = max((x.numel() for x in leaves if isinstance(x, Tensor) and not isinstance(x, Shared)), default=0)
+        if any(call.records * x.numel() > largest for x in shared):
+            call.tap.book.formed |= call.names & call.tap.book.copied
     if func.__class__.__name__ == "method-wrapper" and func.__name__ == "__get__":
         return call.run()
     if any(isinstance(x, Routed) for x in leaves):

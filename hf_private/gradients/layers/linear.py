@@ -92,7 +92,7 @@ def reached_rows(ds: Tensor) -> Tensor | None:
     if ds.device.type != "cpu" or ds.dim() < 3:
         return None
     reached = ds.flatten(0, -3).ne(0).any(-1).any(0).nonzero().squeeze(1)
-    return reached if 2 * len(reached) < ds.shape[-2] else None
+    return reached if 0 < 2 * len(reached) < ds.shape[-2] else None
 
 
 def _routed(tap: Tap, x: Routed, weight: Tensor, bias: Tensor | None, in_first: bool) -> Tensor:
@@ -123,6 +123,14 @@ def _linear(
     tap.announce(names, input.shape[:-1])
     weight, bias = tap.detached(weight), tap.detached(bias)
     return _Linear.apply(tap.graph_root, input, weight, bias, copies, tap, names, in_first, None, once)
+
+
+def of_all(tap: Tap, x: Tensor, weight: Tensor) -> Tensor:
+    """A linear layer on what all records share, without a gradient."""
+    from .shared import Shared
+
+    y = _linear(tap, expanded(x, tap.batch_size), weight, None, in_first=False, once=True)
+    return Shared(y, tap, frozenset([str(tap.name(weight))]), True)
 
 
 def conv1d(tap: Tap, module: Conv1D, input: Tensor) -> Tensor:
