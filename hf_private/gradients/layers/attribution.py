@@ -149,6 +149,11 @@ class Attribution:
         """Have this batch measured: copies of a parameter meet activations of new shapes."""
         self._new = True
 
+    @property
+    def is_due(self) -> bool:
+        """Whether something in this batch was not measured before."""
+        return self._new
+
     def measure(self, losses: Tensor, sharded: bool) -> bool:
         """Run the backward pass of weighted losses if one of the announced uses is new. Returns whether it ran."""
         self._weighted, self._weights = {}, None

@@ -130,7 +130,7 @@ def of_all(tap: Tap, x: Tensor, weight: Tensor) -> Tensor:
     from .shared import Shared
 
     y = _linear(tap, expanded(x, tap.batch_size), weight, None, in_first=False, once=True)
-    return Shared(y, tap, frozenset([str(tap.name(weight))]), True)
+    return Shared(y, tap, frozenset([str(tap.name(weight))]), tap.book.attribution.is_due)
 
 
 def conv1d(tap: Tap, module: Conv1D, input: Tensor) -> Tensor:

@@ -32,7 +32,8 @@ def special(tap: Tap, x: Tensor) -> Callable[[Rule], Tensor] | None:
         return lambda rule: Routed.of(route.unpadded(rule(route.padded(x.as_subclass(Tensor)))), route)
     if type(x) is Tensor and not tap.book.sharded and not _has_records(x, tap.batch_size):
         copies = expanded(x, tap.batch_size)
-        return lambda rule: Shared(rule(copies), tap, frozenset(tap.names.values()), True)
+        names, attribution = frozenset(tap.names.values()), tap.book.attribution
+        return lambda rule: Shared(rule(copies), tap, names, attribution.is_due)
     return None
 
 
