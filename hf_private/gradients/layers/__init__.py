@@ -33,6 +33,7 @@ from .einsum import einsum
 from .embedding import embedding
 from .linear import addmm, baddbmm, bmm, conv1d, linear, matmul
 from .norms import group_norm, layer_norm, rms_norm
+from .recurrent import CELLS, recurrent
 from .routed import is_adapted, is_experts, run_routed
 from .shared import own_losses
 from .tap import REMEDY, SHARDED_REMEDY, AutogradOnlyError, Tap
@@ -53,6 +54,7 @@ RULES: dict[Callable, Callable] = {
     **dict.fromkeys((torch.baddbmm, Tensor.baddbmm), baddbmm),
     torch.einsum: einsum,
     F.multi_head_attention_forward: attention,
+    **{func: recurrent(func) for func in CELLS},
 }
 
 # The parameter may be in any place.

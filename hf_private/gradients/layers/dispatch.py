@@ -11,6 +11,7 @@ from torch import Tensor
 from .attention import attention
 from .copied_call import with_copies
 from .low_rank import low_rank
+from .recurrent import CELLS, is_recurrent
 from .shared import Shared
 from .tap import AutogradOnlyError, is_computed
 from .tapped import Tapped, is_in_place, leaves, part_of, plainly
@@ -69,6 +70,8 @@ def _rule(func: Callable, args: tuple, kwargs: dict) -> Callable | None:
         return None
     if rule is attention:  # it takes parameters in any place, and leaves none for the call that it makes itself
         return rule if any(isinstance(x, Tapped) for x in (*args, *kwargs.values())) else None
+    if func in CELLS:
+        return rule if len(args) > 2 and is_recurrent(args[2]) else None
     place, sharing = INPUTS.get(func, 0), TAKE_SHARED.get(func)
     for index, x in enumerate((*args, *kwargs.values())):
         if isinstance(x, Shared) and index != sharing and not (index == 1 and func in COMPUTED and type(x) is Shared):
