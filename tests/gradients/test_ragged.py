@@ -61,24 +61,26 @@ def test_norms_never_round_down(dtype):
 
 
 class Experts(nn.Module):
-    """Two experts; the sign of a token's first feature says which it goes to."""
+    """Two experts, whose weights may be computed; each token goes to one of them."""
 
-    def __init__(self):
+    def __init__(self, scale=False):
         super().__init__()
+        self.scale = nn.Parameter(torch.rand(2, 4, 1)) if scale else None
         self.weight, self.bias = nn.Parameter(torch.randn(2, 4, 6)), nn.Parameter(torch.randn(2, 4))
 
     def forward(self, hidden_states, top_k_index):
         y = hidden_states.new_zeros(len(hidden_states), 4)
         for expert in top_k_index.unique():
             rows = (top_k_index == expert).nonzero().squeeze(1)
-            y.index_add_(0, rows, nn.functional.linear(hidden_states[rows], self.weight[expert], self.bias[expert]))
+            weight = self.weight[expert] if self.scale is None else (self.weight * self.scale)[expert]
+            y.index_add_(0, rows, nn.functional.linear(hidden_states[rows], weight, self.bias[expert]))
         return y
 
 
 class Mixture(nn.Module):
-    def __init__(self):
+    def __init__(self, scale=False):
         super().__init__()
-        self.below, self.experts = nn.Linear(6, 6), Experts()
+        self.below, self.experts = nn.Linear(6, 6), Experts(scale)
 
     def forward(self, x, choices):
         return self.experts(self.below(x).flatten(0, 1), choices.flatten()).view(*x.shape[:2], 4)
@@ -88,9 +90,10 @@ def squares(model, batch):
     return model(batch["x"], batch["choices"]).square().sum((1, 2))
 
 
-def test_experts_are_exact_whatever_records_reach_them():
+@pytest.mark.parametrize("scale", [False, True])
+def test_experts_are_exact_whatever_records_reach_them(scale):
     torch.manual_seed(0)
-    model = Mixture().double()
+    model = Mixture(scale).double()
     for batch_size, length in ((3, 4), (4, 8), (1, 5), (2, 1)):
         choices = torch.randint(2, (batch_size, length))
         choices[0] = 0  # perhaps one record alone reaches the second

@@ -12,6 +12,7 @@ from .attention import attention
 from .copied_call import with_copies
 from .low_rank import low_rank
 from .recurrent import CELLS, is_recurrent
+from .routed import Routed
 from .shared import Shared
 from .tap import AutogradOnlyError, is_computed
 from .tapped import Tapped, is_in_place, leaves, part_of, plainly
@@ -79,7 +80,7 @@ def _rule(func: Callable, args: tuple, kwargs: dict) -> Callable | None:
         if isinstance(x, Tapped) and index == place != sharing and func not in EITHER:
             return None
     if is_computed(args[1] if len(args) > 1 else None):
-        return rule if func in COMPUTED and type(args[0]) is Tensor else None
+        return rule if func in COMPUTED and type(args[0]) in (Tensor, Routed) else None
     if func in EITHER:
         return rule if any(isinstance(x, Tapped) for x in leaves(args)) else None
     parameters = [x for i, x in enumerate((*args, *kwargs.values())) if i != place and isinstance(x, Tapped)]

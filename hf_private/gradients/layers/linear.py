@@ -99,9 +99,9 @@ def _routed(tap: Tap, x: Routed, weight: Tensor, bias: Tensor | None, in_first: 
     """A linear layer on rows (R, in) that know their records."""
     names = (tap.name(weight), tap.name(bias))
     tap.announce(names, torch.Size([tap.batch_size]))
-    weight, bias = tap.detached(weight), tap.detached(bias)
-    rows = x.as_subclass(Tensor)
-    return Routed.of(_Linear.apply(tap.graph_root, rows, weight, bias, None, tap, names, in_first, x.route), x.route)
+    copies, weight, bias = tap.copies(weight), tap.detached(weight), tap.detached(bias)
+    y = _Linear.apply(tap.graph_root, x.as_subclass(Tensor), weight, bias, copies, tap, names, in_first, x.route)
+    return Routed.of(y, x.route)
 
 
 def linear(tap: Tap, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -112,11 +112,11 @@ def linear(tap: Tap, input: Tensor, weight: Tensor, bias: Tensor | None = None) 
 def _linear(
     tap: Tap, input: Tensor, weight: Tensor, bias: Tensor | None, in_first: bool, once: bool = False
 ) -> Tensor:
+    if isinstance(input, Routed) and input.dim() == 2:
+        return _routed(tap, input, weight, bias, in_first)
     copies = tap.copies(weight)
     if copies is not None and (type(input) is not Tensor or len(input) not in (tap.num_rows, tap.leading)):
         raise AutogradOnlyError(f"`{tap.path}` multiplies by a computed weight of shape {tuple(weight.shape)}.")
-    if isinstance(input, Routed) and input.dim() == 2:
-        return _routed(tap, input, weight, bias, in_first)
     if not once and is_special(tap, input) and (rule := special(tap, input)):
         return rule(lambda x: _linear(tap, x, weight, bias, in_first, is_same(x)))
     names = (tap.name(weight), tap.name(bias))
