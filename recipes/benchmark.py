@@ -45,7 +45,7 @@ GRID = (
     "llama-2x512", "llama-1x1024", "vit-4x197",
 )  # fmt: skip
 OTHERS = ("deberta-4x64", "moe-4x64", "whisper-4x32", "wav2vec2-4x99")
-FALLBACK = ("funnel-16x32",)  # no rule knows some of its weights
+FALLBACK = ("funnel-16x8", "funnel-16x32")  # no rule knows some of its weights
 ENGINES_OF = HEADLINE | dict.fromkeys(OTHERS + FALLBACK, ("plain", "bk", "loop"))
 
 

@@ -575,4 +575,10 @@ MUTANTS = (
         (("value = Dense(torch.stack(each))", "value = Dense(torch.stack(each[:1] * len(each)))"),),
         "tests/gradients/test_once.py::test_a_convolution_with_a_computed_weight_is_exact_by_the_rule[<lambda>0]",
     ),
+    Mutant(
+        "a recurrent layer's gradient has the states after its steps",
+        "gradients/layers/recurrent.py",
+        (("states.append(torch.stack(before, 1).detach())", "states.append(torch.stack(outputs, 1).detach())"),),
+        "tests/gradients/test_torch_layers.py::test_recurrent_layers_are_exact_without_copies[True-LSTM]",
+    ),
 )
