@@ -3,6 +3,10 @@
     python recipes/sensitivity.py                          # all of them, in float32 and bf16; goes on where it stopped
     python recipes/sensitivity.py --only bert gpt2 fnet    # some
     python recipes/sensitivity.py --shard 0 2              # the first of two processes; both write to one file
+    python recipes/sensitivity.py --stale                  # also rows that other code has measured
+
+All takes about 10 CPU minutes. Each row notes a hash of the code that it depends on, and the table says how many rows
+are of other code than the present one.
 
 For each model, one logical step is computed without noise on twelve records, and again without one of them. The
 distance of the two sums must not exceed the clip norm. A model is
@@ -22,7 +26,9 @@ recipes/results/sensitivity.md; the exit code is 1 if any model is coupled.
 
 import argparse
 import contextlib
+import functools
 import gc
+import hashlib
 import io
 import json
 import logging
@@ -51,6 +57,8 @@ from hf_private.tasks.micro_batches import LogicalCollator
 from hf_private.tasks.synthetic import synthetic_batch
 
 RESULTS = Path(__file__).parent / "results"
+LIBRARY = Path(__file__).parents[1] / "hf_private"
+MEASURED = ("gradients", "mechanism", "tasks", "trainer")  # packages on which a row depends
 TEXT_HEADS = ("classification", "masked-lm", "seq2seq-lm", "causal-lm")
 RECORDS, MICRO_BATCH, LENGTH = 12, 6, 9
 CLIP_NORM = 1e-3  # below every record's norm: a record that changes another's direction shows at full size
@@ -162,8 +170,15 @@ def measure_in_time(model_type: str, head: str, seconds: int) -> list[dict[str, 
     return rows
 
 
+@functools.cache
+def code() -> str:
+    """Hash of the code that is measured, and of this file."""
+    files = sorted(path for package in MEASURED for path in (LIBRARY / package).rglob("*.py"))
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in (*files, Path(__file__)))).hexdigest()[:12]
+
+
 def _row(model_type: str, head: str, precision: str) -> dict[str, Any]:
-    return {"type": model_type, "head": head, "precision": precision}
+    return {"type": model_type, "head": head, "precision": precision, "code": code()}
 
 
 def measure(model_type: str, head: str) -> Iterator[dict[str, Any]]:
@@ -273,6 +288,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     listed = 2 * sum(len(HEADS[head]) for head in TEXT_HEADS)
     if len(rows) < listed:
         lines += ["", f"Partial: {len(rows)} of {listed} rows were measured; the others are missing, not accepted."]
+    stale = sum(row.get("code") != code() for row in rows)
+    if stale:
+        lines += ["", f"{stale} of {len(rows)} rows were measured with other code than the present one."]
     lines += [
         "",
         f"Sensitivity is in units of the clip norm, at most {ALLOWED} allowed; the larger of two sets of records.",
@@ -301,6 +319,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=int, default=120, help="CPU seconds for one model")
     parser.add_argument("--again", nargs="*", default=[], choices=RESULT_NAMES, help="measure rows with these results")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
+    parser.add_argument("--stale", action="store_true", help="measure again what other code has measured")
     parser.add_argument("--output", default="sensitivity", help="name of the results in recipes/results")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -310,7 +329,8 @@ def main() -> int:
     if args.fresh:
         path.unlink(missing_ok=True)
     again = {"not finished", *args.again}
-    done = {(row["type"], row["head"]) for row in read(path) if row["result"] not in again}
+    kept = [row for row in read(path) if row["result"] not in again]
+    done = {(row["type"], row["head"]) for row in kept if not args.stale or row.get("code") == code()}
     pairs = [(t, head) for head in args.heads for t in sorted(HEADS[head]) if not args.only or t in args.only]
     mine, of = args.shard
     gc.freeze()  # Trainer collects garbage at each start, and the imported libraries are many objects

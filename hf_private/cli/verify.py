@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--time-limit",
         type=positive,
         default=4.0,
-        help="seconds of processor time to recompute epsilon; long runs need more (default: %(default)s)",
+        help="seconds of processor time to hash the weights and recompute epsilon; large models and long runs need"
+        " more (default: %(default)s)",
     )
 
 

@@ -125,5 +125,6 @@ class Comparison:
             raise SelfCheckError(
                 f"Records are not independent: losses change by {100 * difference:.2g} % when a record is computed"
                 f" {where}. Something in the model or the loss (a mean over the batch, weights that are divided by"
-                " their sum, padding) couples records. Remedy: `per_device_train_batch_size=1`, or another loss."
+                " their sum, padding) couples records. Remedy: a loss of each record by itself, or, if the"
+                " task permits it, `per_device_train_batch_size=1`."
             )

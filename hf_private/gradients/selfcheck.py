@@ -8,7 +8,7 @@ inputs, in float32 or better whatever the training precision. What is not exact 
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -45,11 +45,13 @@ def self_check(
     clip_norm: float = 1.0,
     gamma: float = 0.01,
     group_of: Callable[[str], str] = lambda name: "",
+    longer: Sequence[int] = (),
 ) -> str:
     """Compare the engine with plain autograd on made-up records, `make_batch(batch_size, length, generator=None)`.
 
     `records_meet` is False if training will use micro-batches of one record only. `group_of` says which parameters are
-    clipped together: all of them, or layers. Of each group, a record's gradient may change by 1e-5 of its norm and
+    clipped together: all of them, or layers. `longer` are further lengths at which records are compared, for models
+    that compute long rows in another way. Of each group, a record's gradient may change by 1e-5 of its norm and
     1e-6 of the group's share of `clip_norm` or of AUTO-S's `gamma`, whichever is smaller, since clipping may scale
     gradients up as far as that. Where more changes, the rounding is measured. Returns one line for the log; raises
     `SelfCheckError` or `UncoveredError` with the parameter's name and a remedy.
@@ -75,6 +77,8 @@ def self_check(
         bar.update()
         if records_meet:
             _check_choices(check, make_batch, choices.lengths)
+            for length in longer:
+                _check_longer(check, make_batch, length)
         closely = _telling(batch)
         for n in range(size):
             _check_alone(check, _rows(batch, [n]), whole.rows(slice(n, n + 1)), gradients=n in closely)
@@ -225,8 +229,12 @@ def _check_against_autograd(check: Comparison, batch: Batch, choices: Choices | 
             alone = entries[name].weighted_sum(first, into=difference.zero_())  # new memory would take as long
             norms[name] = Dense(alone.unsqueeze(0)).sq_norm().sqrt()[0]  # a norm that underflows is in no sum
             astray[name] = (run.squares[name][0].sqrt() - norms[name]).abs()
-    _refuse_wrong("the sum of per-sample gradients is not autograd's gradient", distance, length, check)
-    _refuse_wrong("the norm of a record's gradient is not that of its part of the sum", astray, norms, check)
+    remedy = REMEDY if len(run.losses) > 1 else FREEZE
+    for what, off, whole in (
+        ("the sum of per-sample gradients is not autograd's gradient", distance, length),
+        ("the norm of a record's gradient is not that of its part of the sum", astray, norms),
+    ):
+        _refuse_wrong(f"{what}. Remedy: {remedy}", off, whole, check)
     return run
 
 
@@ -241,7 +249,7 @@ def _refuse_wrong(what: str, distance: dict[str, Tensor], length: dict[str, Tens
             if not distance[name] <= tolerance(check.dtype) * (length[name] + 1e-3 * (scale + check.floor))
         ]
     if wrong:
-        raise SelfCheckError(f"{_list(wrong)}: {what}. Remedy: {REMEDY}.")
+        raise SelfCheckError(f"{_list(wrong)}: {what}.")
 
 
 def _plain(model: nn.Module, loss: Loss, batch: Batch, choices: Choices) -> dict[str, Tensor | None]:
@@ -257,11 +265,30 @@ def _plain(model: nn.Module, loss: Loss, batch: Batch, choices: Choices) -> dict
         seed_all(0)
         with choices:
             losses = loss(model, batch)
+        _check_weights_of_loss(losses, model)
         (losses * _weights(losses)).sum().backward()  # not autograd.grad, which cannot reach FSDP2's shards
         return {name: p.grad for name, p in parameters.items()}
     finally:
         for name, p in parameters.items():
             p.grad = before[name]
+
+
+def _check_weights_of_loss(losses: Tensor, model: nn.Module) -> None:
+    """Weights that a loss has beside the model get gradients without noise, and nothing makes them private."""
+    own, seen, waiting = {id(p) for p in model.parameters()}, set(), [losses.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        weight = getattr(node, "variable", None)
+        if isinstance(weight, nn.Parameter) and id(weight) not in own:
+            raise SelfCheckError(
+                f"The loss must have no weights beside those of the model, got one of shape {tuple(weight.shape)}: its"
+                " gradient would have no noise. Remedy: make it a part of the model, or freeze it"
+                " (`requires_grad_(False)`)."
+            )
+        waiting += [following for following, _ in node.next_functions]
 
 
 def _weights(like: Tensor) -> Tensor:
@@ -292,10 +319,22 @@ def _check_alone(check: Comparison, record: Batch, inside: Run, gradients: bool)
         raise
 
 
-def _check_choices(check: Comparison, make_batch: Callable[..., Batch], lengths: set[int]) -> None:
+def _check_longer(check: Comparison, make_batch: Callable[..., Batch], length: int) -> None:
+    """Compare a long record, and a shorter one beside it, with themselves alone."""
+    batch = make_batch(2, length)
+    with Choices() as choices:
+        whole = check.run(batch)
+    _check_choices(check, make_batch, choices.lengths, length)
+    for n in range(2):
+        _check_alone(check, _rows(batch, [n]), whole.rows(slice(n, n + 1)), gradients=n == 1)
+
+
+def _check_choices(
+    check: Comparison, make_batch: Callable[..., Batch], lengths: set[int], length: int = LENGTH
+) -> None:
     """Which of equal scores `topk` takes must not matter: torch decides it by the length of the row.
 
-    `lengths` are those of rows in a batch of length `LENGTH`. A length that is the same in shorter batches is no
+    `lengths` are those of rows in a batch of `length` tokens. A length that is the same in shorter batches is no
     matter of padding. Ties may be rare, so more records are looked at than elsewhere.
     """
     with Choices() as shorter:
@@ -304,7 +343,7 @@ def _check_choices(check: Comparison, make_batch: Callable[..., Batch], lengths:
     if lengths <= shorter.lengths:
         return
     for seed in range(CHOICE_SEEDS):
-        batch = make_batch(RECORDS, LENGTH, torch.Generator().manual_seed(seed))
+        batch = make_batch(RECORDS, length, torch.Generator().manual_seed(seed))
         runs = []
         for preferred in ("first", "last"):
             with Choices(preferred, fixed=shorter.lengths):

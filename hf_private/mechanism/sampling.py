@@ -151,8 +151,8 @@ class PoissonLoader(DataLoader):
 
     >>> loader = PoissonLoader(list(range(100)), PoissonSampler(100, 10), collate_fn=list)
     >>> loader.set_epoch(3)
-    >>> len(list(loader))
-    10
+    >>> len(list(loader)), loader.total_batch_size
+    (10, 10)
     """
 
     def __init__(
@@ -166,6 +166,12 @@ class PoissonLoader(DataLoader):
         super().__init__(
             OneByOne(dataset), batch_sampler=sampler, collate_fn=collate_fn, worker_init_fn=_reseed_worker, **options
         )
+
+    @property
+    def total_batch_size(self) -> int:
+        """The expected batch size, by the name that Accelerate's loaders have for it."""
+        assert isinstance(self.batch_sampler, PoissonSampler)
+        return self.batch_sampler.expected_batch_size
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the number of the next pass."""

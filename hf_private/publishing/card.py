@@ -67,10 +67,15 @@ def write_files(folder: str | Path, statement: dict[str, Any]) -> None:
 
 def weight_hashes(folder: str | Path) -> dict[str, str]:
     """sha256 of every file of weights in a folder, by name. Nothing is loaded."""
+    return {name: sha256(Path(folder, name)) for name in weight_names(folder)}
+
+
+def weight_names(folder: str | Path) -> list[str]:
+    """Names of all files of weights in a folder."""
     folder = Path(folder)
     names = sorted(path.relative_to(folder).as_posix() for path in folder.glob("*.safetensors"))
     names += sorted(path.relative_to(folder).as_posix() for path in folder.glob("*/adapter_model.safetensors"))
-    return {name: sha256(folder / name) for name in names if is_weights(name) and (folder / name).is_file()}
+    return [name for name in names if is_weights(name) and (folder / name).is_file()]
 
 
 def is_weights(name: str) -> bool:

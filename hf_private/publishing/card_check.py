@@ -1,16 +1,19 @@
 """Checks of a card against its statement: section, warning, metadata, curve, and claims in all other text."""
 
 import hashlib
+import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from string import Template
 from typing import Any
 
+import numpy as np
 import yaml
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
+from hf_private.accounting.tradeoff import gaussian_profile
 from hf_private.spending.statement import STATEMENT
 
 from .card import CARD, split_card
@@ -70,8 +73,39 @@ def _judge(where: str, text: str, statement: dict[str, Any]) -> Found:
 
 
 def _is_better(claim: Claim, statement: dict[str, Any]) -> bool:
-    claimed = float(statement["guarantee"][claim.name])
-    return claim.value < claimed * (1 - 1e-9)
+    guarantee = statement["guarantee"]
+    delta = float(guarantee["delta"])
+    if claim.name == "delta":
+        return claim.value < delta * (1 - 1e-9)
+    stated_mu = (guarantee.get("risk") or {}).get("mu")
+    if claim.name == "mu" and isinstance(stated_mu, (int, float)):
+        return claim.value < stated_mu * (1 - 1e-9)
+    implied: dict[str, Callable[[float, float], float]] = {
+        "epsilon": lambda epsilon, _: epsilon,
+        "rho": epsilon_of_rho,
+        "mu": epsilon_of_mu,
+    }
+    return implied[claim.name](claim.value, delta) < float(guarantee["epsilon"]) * (1 - 1e-9)
+
+
+def epsilon_of_rho(rho: float, delta: float) -> float:
+    """Epsilon of rho-zCDP.
+
+    >>> round(epsilon_of_rho(0.005, 1e-5), 3)
+    0.485
+    """
+    return rho + 2 * math.sqrt(max(0.0, rho) * math.log(1 / delta))
+
+
+def epsilon_of_mu(mu: float, delta: float) -> float:
+    """Epsilon of mu-GDP, rounded up on a grid.
+
+    >>> round(epsilon_of_mu(1.0, 1e-5), 1)
+    4.4
+    """
+    grid = np.geomspace(1e-6, 1e3, 5000)
+    enough = gaussian_profile(mu, grid) <= delta
+    return float(grid[enough.argmax()]) if enough.any() else math.inf
 
 
 def _printed_facts(statement: dict[str, Any]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 EPSILON = frozenset("epsilon epsilons eps ε".split())
 DELTA = frozenset("delta deltas δ".split())
 PRIVATE = frozenset("budget differential differentially dp guarantee privacy private privately zcdp".split())
+OTHER_NOTIONS = {"zcdp": ("rho", frozenset("rho ρ".split())), "gdp": ("mu", frozenset("mu μ".split()))}
 BUDGET = frozenset("budget cost guarantee level loss parameter spent value".split())  # after "privacy" or "DP"
 
 # Words and signs between a name and its number that do not change what the number is

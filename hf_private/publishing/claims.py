@@ -2,8 +2,9 @@
 
 A card's privacy section is compared word for word, so it cannot hide a claim. The rest of a card is free text, and so
 are its metadata. A number counts as a claim if it stands where a reader takes it for the model's epsilon or delta:
-"epsilon equals 0.1", "(0.1, 1e-5)-DP", "privacy budget: one tenth", or below "epsilon" in a table. Numbers of other
-epsilons, such as Adam's, do not count; where the words leave a doubt, they are reported without judging the card.
+"epsilon equals 0.1", "(0.1, 1e-5)-DP", "privacy budget: one tenth", "ln 1.1", or below "epsilon" in a table. So do
+the parameters of zero-concentrated (rho) and Gaussian (mu) differential privacy. Numbers of other epsilons, such as
+Adam's, do not count; where the words leave a doubt, they are reported without judging the card.
 """
 
 import math
@@ -24,6 +25,7 @@ from .claim_vocabulary import (
     JOINTS,
     NUMERICAL,
     OTHER,
+    OTHER_NOTIONS,
     PARTS,
     PRIVATE,
     UNITS,
@@ -36,10 +38,13 @@ TINY = 1e-3  # the largest epsilon that anyone uses for numerical stability
 ABSURD = 1e-6  # smaller values are no privacy parameters
 
 TOKEN = re.compile(
-    r"(?P<number>\d{1,15}(?:\.\d{1,30})?\s?x\s?10\s?\^\s?[+-]?\d{1,3}|10\s?\^\s?[+-]?\d{1,3}|\d{1,15}\s?/\s?\d{1,15}"
+    r"(?P<number>(?:ln|log)\s?\(?\s?\d{1,9}(?:\.\d{1,9})?\)?|(?<![a-z])(?:e\s?\^|exp)\s?\(?\s?-?\s?\d{1,9}(?:\.\d{1,9})?\)?"
+    r"|\d{1,15}(?:\.\d{1,30})?\s?x\s?10\s?\^\s?[+-]?\d{1,3}|10\s?\^\s?[+-]?\d{1,3}|\d{1,15}\s?/\s?\d{1,15}"
     r"|0,\d{1,30}(?!\d*\s?e)|(?:\d{1,30}(?:\.\d{1,30})?|\.\d{1,30})(?:e[+-]?\d{1,3}(?!\w))?(?:\s?%)?)"
     r"|(?P<word>[^\W\d_]{1,40})|(?P<symbol>[^\w\s])"
 )
+
+FUNCTION = re.compile(r"ln|log|exp|e(?=\^)")
 
 
 class Token(NamedTuple):
@@ -56,7 +61,7 @@ class Claim:
     """A number that a text gives for epsilon or delta.
 
     Args:
-        name: "epsilon" or "delta".
+        name: "epsilon", "delta", "rho" (of zCDP) or "mu" (of GDP).
         excerpt: The words around it.
         doubtful: Whether the words around it speak of another epsilon.
     """
@@ -88,6 +93,8 @@ def find_claims(text: str) -> Iterator[Claim]:
             yield from _of_delta(plain, tokens, index)
         elif token.text in ("dp", "differential", "differentially"):
             yield from _before_dp(plain, tokens, index)
+        elif token.text in OTHER_NOTIONS:
+            yield from _of_other_notion(plain, tokens, index)
         if token.text in ("dp", "privacy"):
             yield from _of_budget(plain, tokens, index)
 
@@ -97,6 +104,8 @@ def _of_epsilon(plain: str, tokens: list[Token], index: int) -> Iterator[Claim]:
     found = _number_after(tokens, index, FILLERS)
     if found is not None:
         value, last = found
+        if _is_exponent(tokens, index):  # e^epsilon = 1.1
+            value = math.log(value) if value > 0 else -math.inf
         role = _role(plain, tokens, index, last, value)
         if role != "numerical":
             yield Claim("epsilon", value, _excerpt(plain, tokens[index].start), doubtful=role == "other")
@@ -114,6 +123,11 @@ def _of_epsilon(plain: str, tokens: list[Token], index: int) -> Iterator[Claim]:
         role = _role(plain, tokens, index, index, number.value)
         if role != "numerical":
             yield Claim("epsilon", number.value, _excerpt(plain, number.start), doubtful=role == "other")
+
+
+def _is_exponent(tokens: list[Token], index: int) -> bool:
+    before = [token.text for token in tokens[max(0, index - 2) : index]]
+    return before in (["e", "^"], ["exp", "("])
 
 
 def _in_sentence(plain: str, tokens: list[Token], index: int) -> Iterator[Claim]:
@@ -160,6 +174,21 @@ def _before_dp(plain: str, tokens: list[Token], index: int) -> Iterator[Claim]:
                 yield Claim(name, token.value, _excerpt(plain, token.start))
     elif (value := tokens[last].value) is not None and (hyphen or value != int(value)):
         yield Claim("epsilon", value, _excerpt(plain, tokens[last].start))
+
+
+def _of_other_notion(plain: str, tokens: list[Token], index: int) -> Iterator[Claim]:
+    """`0.005-zCDP`, "zCDP with rho = 0.005", "0.1-GDP", "mu = 0.1 (GDP)"."""
+    name, letters = OTHER_NOTIONS[tokens[index].text]
+    hyphen = index > 1 and tokens[index - 1].text == "-"
+    before = tokens[index - 2 if hyphen else index - 1].value if index else None
+    if before is not None and (hyphen or name == "rho"):
+        yield Claim(name, before, _excerpt(plain, tokens[index - 1].start))
+        return
+    for place in range(max(0, index - REACH), min(index + REACH, len(tokens))):
+        found = _number_after(tokens, place, FILLERS) if tokens[place].text in letters else None
+        if found is not None:
+            yield Claim(name, found[0], _excerpt(plain, tokens[place].start))
+            return
 
 
 def _of_budget(plain: str, tokens: list[Token], index: int) -> Iterator[Claim]:
@@ -251,6 +280,11 @@ def _value(number: str) -> float:
     text = re.sub(r"\s", "", number)
     if text.endswith("%"):
         return _value(text[:-1]) / 100
+    if function := FUNCTION.match(text):
+        argument = float(text[function.end() :].strip("()^"))
+        if function[0] in ("ln", "log"):
+            return math.log(argument) if argument > 0 else -math.inf
+        return math.exp(min(argument, 700.0))
     if "^" in text:
         factor, _, power = text.rpartition("^")
         return float(factor.removesuffix("10").removesuffix("x") or 1) * 10.0 ** int(power)

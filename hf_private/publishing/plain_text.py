@@ -29,6 +29,7 @@ LATEX_SYMBOLS = {
     "gt": ">",
     "times": "x",
     "cdot": "x",
+    **{name: f" {name} " for name in ("exp", "ln", "log", "mu", "rho")},
 }
 FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*(\d{1,9})\s*\}\s*\{\s*(\d{1,9})\s*\}")
 COMMAND = re.compile(r"\\([a-z]{1,30}|[,;:! ])")

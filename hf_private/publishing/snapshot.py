@@ -1,5 +1,7 @@
 """The parts of a saved or published model that a check reads: file names, a few texts, hashes of the weights."""
 
+import hashlib
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,11 +10,12 @@ from huggingface_hub import HfApi, hf_hub_download
 from hf_private.spending.spending import LEDGER
 from hf_private.spending.statement import STATEMENT
 
-from .card import CARD, is_weights, sha256, weight_hashes
+from .card import CARD, is_weights, sha256, weight_names
 from .curve import CURVE_FILE
 
 SIZE_LIMITS = {STATEMENT: 1_000_000, CARD: 500_000, CURVE_FILE: 100_000}  # bytes; files come from strangers
 LEDGER_LIMIT = 50_000_000
+CHUNK = 2**22  # bytes
 
 
 @dataclass(frozen=True)
@@ -22,13 +25,13 @@ class Snapshot:
     Args:
         names: All files.
         texts: Contents of the statement, the card and the curve; None for a file that is missing.
-        weights: sha256 of each file of weights.
+        weights: sha256 of each file of weights; None for one that takes too long.
         folder: The folder of a local model.
     """
 
     names: tuple[str, ...]
     texts: dict[str, str | None]
-    weights: dict[str, str]
+    weights: dict[str, str | None]
     folder: Path | None = None
 
     @property
@@ -40,16 +43,18 @@ class Snapshot:
         return path if path.is_file() else None
 
 
-def load_snapshot(path_or_repo: str, revision: str | None = None) -> Snapshot:
+def load_snapshot(path_or_repo: str, revision: str | None, time_limit: float) -> Snapshot:
     """Read a local folder, or else a repository. For weights on the Hub, only hashes are fetched where it has them.
+
+    `time_limit` is for hashing local weights, in seconds of processor time.
 
     Raises: FileNotFoundError without such a model, ValueError for files that are too large to be ours.
     """
     folder = Path(path_or_repo)
-    return _of_folder(folder) if folder.is_dir() else _of_repository(path_or_repo, revision)
+    return _of_folder(folder, time_limit) if folder.is_dir() else _of_repository(path_or_repo, revision)
 
 
-def _of_folder(folder: Path) -> Snapshot:
+def _of_folder(folder: Path, time_limit: float) -> Snapshot:
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     for name in SIZE_LIMITS:
         if name in names:
@@ -57,7 +62,7 @@ def _of_folder(folder: Path) -> Snapshot:
     return Snapshot(
         names=tuple(names),
         texts={name: _read(folder / name) if name in names else None for name in SIZE_LIMITS},
-        weights=weight_hashes(folder),
+        weights=_hashes(folder, time_limit),
         folder=folder,
     )
 
@@ -82,6 +87,19 @@ def _of_repository(repo: str, revision: str | None) -> Snapshot:
         texts={name: _read(fetch(name)) if name in files else None for name in SIZE_LIMITS},
         weights={name: file.lfs.sha256 if file.lfs else sha256(fetch(name)) for name, file in weights.items()},
     )
+
+
+def _hashes(folder: Path, time_limit: float) -> dict[str, str | None]:
+    """sha256 of the files of weights, as far as there is time: anyone can make a sparse file of any size."""
+    end = time.process_time() + time_limit
+    found: dict[str, str | None] = {}
+    for name in weight_names(folder):
+        total = hashlib.sha256()
+        with open(folder / name, "rb") as file:
+            while (chunk := file.read(CHUNK)) and time.process_time() < end:
+                total.update(chunk)
+        found[name] = None if chunk else total.hexdigest()
+    return found
 
 
 def _refuse_large(name: str, size: int) -> None:

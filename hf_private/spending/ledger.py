@@ -56,6 +56,7 @@ class PrivacyLedger:
                 os.write(self._file.fileno(), b"\n")
                 os.fsync(self._file.fileno())
             sync_folder(self.path.parent)
+            self._end = os.fstat(self._file.fileno()).st_size
         except OSError as error:
             self.close()
             raise LedgerError(
@@ -164,6 +165,7 @@ class PrivacyLedger:
         chain, length = parse_lines(data, other.path)
         self._file = _replace(self.path, data[:length].rstrip(b"\n") + b"\n", lock=True)
         replaced.close()
+        self._end = os.fstat(self._file.fileno()).st_size
         self._chain, self._phase = chain, None
         if other.unfinished:
             self._append("torn")
@@ -195,6 +197,12 @@ class PrivacyLedger:
     def _append(self, kind: str, **data: Any) -> None:
         file = self._writable()
         line = make_line(self.head, kind, **data)
+        if os.fstat(file.fileno()).st_size != self._end:
+            self.close()
+            raise LedgerError(
+                f"{self.path} was changed by something else while a run wrote to it, so steps are missing. Put back"
+                " the copy of the latest checkpoint, and resume from there."
+            )
         try:
             written = os.write(file.fileno(), line)  # one call and O_APPEND: a kill leaves all of the line or none
             os.fsync(file.fileno())
@@ -208,6 +216,7 @@ class PrivacyLedger:
             raise LedgerError(
                 f"the disk of the ledger {self.path} is full. Free some space; the step must not be used."
             )
+        self._end += written
         self._chain.add(line[:-1])
 
     def _repair(self, length: int) -> None:

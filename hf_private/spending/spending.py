@@ -219,7 +219,15 @@ class Spending:
             raise LedgerError(f"{path} is not on this machine: rank 0 keeps it. Call this on rank 0.")
         if self.run is not None and self.run.ledger is not None:
             return self.run.ledger
-        return PrivacyLedger.read(path) if path.is_file() else self._closed
+        if not path.is_file():
+            return self._closed
+        found = PrivacyLedger.read(path)
+        if self._closed is not None and not found.contains(self._closed.length, self._closed.head):
+            raise LedgerError(
+                f"{path} does not have the steps of the run that has just ended: it was replaced, as by a backup. Put"
+                " back the copy of the latest checkpoint."
+            )
+        return found
 
     def save_copy(self, checkpoint: str | Path) -> None:
         """Copy the ledger, as it is now, into a checkpoint."""

@@ -86,9 +86,17 @@ def check_collator(collate: Collate, dataset: Any, model: nn.Module) -> None:
     with _generators_restored():
         one, equal, varied = _records(collate, dataset, model)
         for turn, (record, neighbours) in enumerate(_turns(one, equal)):
-            trial = _Trial(collate, record, neighbours, varied)
-            trial.check_equal_lengths(range(turn, SEEDS, TURNS))
-            trial.check_lengths()
+            try:
+                trial = _Trial(collate, record, neighbours, varied)
+                trial.check_equal_lengths(range(turn, SEEDS, TURNS))
+                trial.check_lengths()
+            except CollatorError:
+                raise
+            except Exception as error:  # its text may quote a record
+                raise CollatorError(
+                    f"`data_collator` must turn any number of records into a batch, got {type(error).__name__} for"
+                    " some. Call it on two of your records to see the error."
+                ) from None
 
 
 def _turns(one: list[Any], equal: list[list[Any]]) -> Iterator[tuple[list[Any], list[list[Any]]]]:

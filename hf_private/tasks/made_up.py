@@ -47,7 +47,8 @@ def ranges_of(model: nn.Module) -> Ranges:
 def sample(dataset: Any, count: int = SAMPLES) -> list[Any]:
     """Some records, spread over the dataset: a sorted one has its short records in one place."""
     size = len(dataset)
-    positions = sorted({round(i * (size - 1) / max(1, count - 1)) for i in range(min(count, size))})
+    count = min(count, size)
+    positions = sorted({round(i * (size - 1) / max(1, count - 1)) for i in range(count)})
     return [dataset[position] for position in positions]
 
 

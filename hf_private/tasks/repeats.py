@@ -4,8 +4,9 @@ Oversampling a class, `ConcatDataset([ds] * 10)`, or `ds.select` with an index t
 leaving out the person whose record stands k times changes k rows: epsilon is that of k records. Different people who
 wrote the same words have a row each, which is not a repetition.
 
-Content is not compared. A dataset that was repeated and then saved, or that repeats inside its own `__getitem__`, is
-not recognised.
+Content is not compared here, as short records recur naturally. A dataset that was repeated and then saved has copies
+in other rows: `train()` warns if more than a third of the records recur (`TrainingRecords.recurring`). A dataset that
+computes its records, and repeats inside its own `__getitem__`, is not recognised.
 """
 
 from itertools import count

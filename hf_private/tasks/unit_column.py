@@ -8,11 +8,13 @@ rows, never ids.
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from datetime import date
 from typing import Any
+from unicodedata import is_normalized
 from uuid import UUID
 
 from hf_private.mechanism.units import Units, without
 
 from .losses import LABEL_NAMES
+from .training_records import first_of
 
 PLAIN = (str, bytes, int, float, date, UUID)  # equal values mean the same unit
 READ_AT_ONCE = 10_000  # ids of a column
@@ -52,7 +54,7 @@ class UnitColumn:
         """The id of each record. A `datasets.Dataset` is read by column, anything else record by record."""
         kind: Any = None
         for row, value in enumerate(self._values(dataset)):
-            if type(value) is kind and (kind is int or (kind is str and value and value == value.strip())):
+            if type(value) is kind and (kind is int or (kind is str and value and not _has_other_form(value))):
                 yield value  # what is below, for most columns and in a fraction of its time
                 continue
             one = _plain(value)
@@ -62,10 +64,11 @@ class UnitColumn:
                     " it, or remove the records whose unit is not known. Ids are strings, whole numbers, dates, or"
                     " tuples of them."
                 )
-            if _is_padded(one):
+            if _has_other_form(one):
                 raise ValueError(
-                    f"`unit_column` = {self.name!r} must hold ids without blanks around them, got some in row {row}:"
-                    " the same unit could have two ids. Strip the column."
+                    f"`unit_column` = {self.name!r} must hold ids without blanks around them and invisible characters,"
+                    f" in Unicode's normal form, got others in row {row}: the same unit could have two ids. Apply"
+                    " `unicodedata.normalize('NFKC', id)` and `' '.join(id.split())` to the column."
                 )
             kind = _kind(one) if kind is None else kind
             if _kind(one) != kind:
@@ -86,8 +89,8 @@ class UnitColumn:
             for part in column.iter(READ_AT_ONCE):  # record by record would take a hundred times as long
                 yield from part[self.name].to_pylist()
             return
-        for row in range(len(dataset)):
-            record = dataset[row]
+        sized = hasattr(dataset, "__len__")
+        for record in (dataset[row] for row in range(len(dataset))) if sized else first_of(dataset):
             self._check_name(record if isinstance(record, Mapping) else ())
             yield record[self.name]
 
@@ -166,11 +169,21 @@ def _plain(value: Any) -> Hashable | None:
     return value if isinstance(value, PLAIN) else None
 
 
-def _is_padded(value: Any) -> bool:
-    """Whether an id, or a part of it if it is a tuple, begins or ends with a blank."""
+def _has_other_form(value: Any) -> bool:
+    """Whether an id, or a part of it if it is a tuple, looks like another one: blanks, invisible characters, accents
+    and wide letters that have two codes.
+
+    >>> [_has_other_form(one) for one in ("Zoé 7", "Zoe\u0301 7", "7\u200b", "\uff17", " 7", "a  b")]
+    [False, True, True, True, True, True]
+    """
     if isinstance(value, tuple):
-        return any(map(_is_padded, value))
-    return isinstance(value, str | bytes) and value != value.strip()
+        return any(map(_has_other_form, value))
+    if isinstance(value, bytes):
+        return value != value.strip()
+    if not isinstance(value, str):
+        return False
+    blanks = value != value.strip() or "  " in value
+    return blanks or not (value.isprintable() and is_normalized("NFKC", value))
 
 
 def _kind(value: Any) -> Any:

@@ -1,10 +1,14 @@
 """Checks of the data before the first charge, made-up batches, and a guard against evaluation on training records."""
 
 import copy
+import pickle
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import datasets
 import torch
 from torch import Tensor, nn
 from transformers import Trainer
@@ -15,20 +19,23 @@ from hf_private.tasks.collators import check_collator
 from hf_private.tasks.dataset_check import check_dataset
 from hf_private.tasks.heads import base_model, head_of
 from hf_private.tasks.limits import limits_of
+from hf_private.tasks.long_rows import longest_of
 from hf_private.tasks.losses import LABEL_NAMES, PerSampleLoss
 from hf_private.tasks.made_up import ranges_of, sample, schema_of
 from hf_private.tasks.micro_batches import LogicalCollator
+from hf_private.tasks.micro_batches import length_of as tokens_of
 from hf_private.tasks.repeats import most_repeats
 from hf_private.tasks.synthetic import synthetic_batch
+from hf_private.tasks.training_records import TrainingRecords
 from hf_private.tasks.unit_loss import MakeBatch, made_up_units
 
-from .fingerprints import TrainingRecords
-from .guards import check_content, check_evaluation
+from .guards import check_content, check_evaluation, warn_of_copies
 
 if TYPE_CHECKING:
     from .loading import LoadingMixin
 
 
+UNKNOWN = (AttributeError, TypeError, pickle.PicklingError)  # of records that cannot be hashed
 EXAMPLES = 16  # public ones that are collated together
 
 
@@ -43,6 +50,7 @@ def check_data(trainer: "LoadingMixin", dataset: Any, logical: LogicalCollator, 
     if all_records:
         trainer.ranks.run_on_first(_check_repeats, trainer)
     if all_records and trainer.dp_config.check_dataset:
+        trainer.evaluation_guard.check_copies()
         head = head_of(trainer.model) if trainer.per_sample_loss is None else None
         limits = limits_of(trainer.model, head)
         progress = not trainer.args.disable_tqdm
@@ -64,11 +72,17 @@ def _check_repeats(trainer: "LoadingMixin") -> None:
         )
 
 
+def longest_record(trainer: "LoadingMixin") -> int:
+    """Tokens of the longest training record."""
+    dataset, collator = trainer._without_unused_columns(trainer.as_inputs(trainer.train_dataset), "training")
+    return longest_of(dataset, getattr(trainer.training_collator, "length_of", tokens_of), collator)
+
+
 def try_records(trainer: "LoadingMixin", model: nn.Module, loss: Loss) -> None:
     """Compute the loss of two training records, and drop it: what the model cannot take would fail after a charge.
 
-    The error names fields, types and shapes. Of other errors than ValueError only the kind is told, as torch quotes
-    labels.
+    The error names fields, types and shapes. Of errors that are not our own only the kind is told, as a collator or
+    torch may quote a record.
     """
     if not trainer.dp_config.check_dataset:
         return
@@ -82,12 +96,18 @@ def try_records(trainer: "LoadingMixin", model: nn.Module, loss: Loss) -> None:
             model.eval()
             loss(model, trainer._prepare_inputs(batch))
     except Exception as error:
-        got = str(error).strip().rstrip(".") if isinstance(error, ValueError) else type(error).__name__
+        got = str(error).strip().rstrip(".") if _is_ours(error) else type(error).__name__
         fields = [f"{k} {str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}" for k, x in batch.items() if _sized(x)]
         raise ValueError(
             f"`train_dataset` must hold records that the model takes, got an error for two: {got}. Their batch:"
             f" {', '.join(fields) or 'none'}. Nothing was charged. (`DPConfig(check_dataset=False)` skips this.)"
         ) from None
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether the error comes from this package, whose messages quote no record."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return isinstance(error, ValueError) and frame.f_globals.get("__name__", "").startswith("hf_private.")
 
 
 def _sized(x: Any) -> bool:
@@ -110,18 +130,42 @@ def public_batch(
     trainer: "LoadingMixin", batch_size: int, length: int, generator: torch.Generator | None
 ) -> dict[str, Tensor]:
     """A made-up batch: of `public_examples`, for the model's head, or with the dataset's schema if `per_sample_loss`
-    replaces the head's."""
+    replaces the head's. It has all fields of a training batch, as a model may use one to couple records."""
     if trainer.public_examples is not None:
         return example_batch(trainer, batch_size, generator)
     make: MakeBatch = partial(synthetic_batch, trainer.accelerator.unwrap_model(trainer.model))
     if trainer.rows_per_record > 1:
         make = made_up_units(make, trainer.rows_per_record)
-    if trainer.per_sample_loss is None or trainer.train_dataset is None:
-        return make(batch_size, length, generator)
     try:
-        return make(batch_size, length, generator)
+        batch = make(batch_size, length, generator)
     except (AttributeError, ValueError):  # a head or an input that is not listed
+        if trainer.per_sample_loss is None or trainer.train_dataset is None:
+            raise
         return made_up_batch(trainer, batch_size, length, generator)
+    inputs = training_inputs(trainer)
+    further = inputs - batch.keys()
+    if further:
+        made_up = made_up_batch(trainer, batch_size, length, generator)
+        if (
+            main_input(trainer.accelerator.unwrap_model(trainer.model)) not in inputs
+        ):  # it has another one, such as embedded tokens
+            return made_up
+        batch |= {name: made_up[name] for name in further if name in made_up}
+    return batch
+
+
+def training_inputs(trainer: "LoadingMixin") -> set[str]:
+    """Names of the inputs of a training batch, without labels; none if it cannot be built."""
+    dataset: Any = trainer.train_dataset
+    if dataset is None or not len(dataset):
+        return set()
+    collator = trainer._get_collator_with_removed_columns(trainer.training_collator, description="training")
+    try:
+        collated = collator(copy.deepcopy(sample(dataset, 1)))
+    except Exception:  # such records are refused elsewhere, with what is wrong
+        return set()
+    names = {name for name, x in collated.items() if isinstance(x, Tensor)}
+    return names - {*LABEL_NAMES, *(trainer.args.label_names or ())}
 
 
 def example_batch(trainer: "LoadingMixin", batch_size: int, generator: torch.Generator | None) -> dict[str, Tensor]:
@@ -198,17 +242,38 @@ class EvaluationGuard:
         """Refuse a dataset, or a dict of them, whose records are training records."""
         if self._on and evaluation is not None:
             check_evaluation(evaluation, self.trainer.train_dataset)
-            if self._known is None or self._known.dataset is not self.trainer.train_dataset:
-                self._known = self._read()
-            check_content(evaluation, self._known)
+            check_content(evaluation, self._training_records())
+
+    def check_copies(self) -> None:
+        """Warn if training records recur in a dataset that can be read without computing its records."""
+        config, dataset = self.trainer.dp_config, self.trainer.train_dataset
+        if self._on and config.group_size == 1 and not config.unit_column:
+            if isinstance(dataset, (datasets.Dataset, list, tuple)):
+                with suppress(*UNKNOWN):
+                    warn_of_copies(self._training_records().recurring())
+
+    def check_public(self, **given: Any) -> None:
+        """Refuse data that is used without noise, because it is said to be public, if it holds training records."""
+        for name, dataset in given.items():
+            found = None
+            with suppress(*UNKNOWN):
+                found = self._training_records().overlap(dataset) if self._on and dataset is not None else None
+            if found is not None and found.share > found.allowed:
+                raise ValueError(
+                    f"`{name}` must hold public records, got {found.share:.0%} that are training records. They"
+                    " are used without noise. Give other ones, such as made-up ones."
+                )
 
     def forget(self) -> None:
         """Read the training records again: they may have been changed in place."""
         self._known = None
 
-    def _read(self) -> TrainingRecords:
-        trainer = self.trainer
+    def _training_records(self) -> TrainingRecords:
+        trainer, known = self.trainer, self._known
+        if known is not None and known.dataset is trainer.train_dataset:
+            return known
         assert trainer.model is not None
         padding = getattr(getattr(base_model(trainer.model), "config", None), "pad_token_id", None)
         labels = (*LABEL_NAMES, *(trainer.args.label_names or ()))
-        return TrainingRecords(trainer.train_dataset, main_input(trainer.model), padding, labels)
+        self._known = TrainingRecords(trainer.train_dataset, main_input(trainer.model), padding, labels)
+        return self._known

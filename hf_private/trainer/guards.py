@@ -13,8 +13,7 @@ from hf_private.distributed.ranks import Ranks
 from hf_private.gradients.bookkeeper import trainable
 from hf_private.gradients.tensors import local
 from hf_private.spending.fingerprints import Probe
-
-from .fingerprints import MOST_NATURAL, TrainingRecords
+from hf_private.tasks.training_records import MOST_NATURAL, TrainingRecords
 
 logger = logging.get_logger(__name__)
 
@@ -64,18 +63,23 @@ def check_evaluation(evaluation: Any, training: Any) -> None:
             raise ValueError(TRAINED_ON)
 
 
+def warn_of_copies(recurring: float) -> None:
+    """Warn if so large a share of the training records recurs that they may be copies of each other."""
+    if recurring > MOST_NATURAL:
+        logger.warning_once(
+            f"{recurring:.0%} of the training records have the content of another one. If they are copies of"
+            " one record, each person is protected less than epsilon says: use every record once, or set"
+            " `records_per_unit`."
+        )
+
+
 def check_content(evaluation: Any, known: TrainingRecords) -> None:
     """Refuse an evaluation set that shares more records with the training set than recur within the training set."""
     for dataset in evaluation.values() if isinstance(evaluation, dict) else (evaluation,):
         if dataset is None or isinstance(dataset, str):
             continue
         found = known.overlap(dataset)
-        if found.natural > MOST_NATURAL:
-            logger.warning_once(
-                f"{found.natural:.0%} of the training records have the content of another one. If they are copies of"
-                " one record, each person is protected less than epsilon says: use every record once, or set"
-                " `records_per_unit`."
-            )
+        warn_of_copies(found.natural)
         if found.share > found.allowed:
             raise ValueError(
                 f"`eval_dataset` must hold other records than the training set, got {found.share:.0%} of its records"
@@ -102,7 +106,7 @@ class PrivateStepGuard(TrainerCallback):
     def note_release(self, model: nn.Module) -> None:
         """Called when the mechanism has written the gradients."""
         self.released += 1
-        self._gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        self._gradients = {name: p.grad for name, p in trainable(model).items() if p.grad is not None}
         self._probe = Probe(self._gradients)
         self._seen = self._probe.read()
 
@@ -176,8 +180,16 @@ class ForwardGuard:
                 )
 
 
-def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """The optimizer must update exactly the Parameter objects whose gradients are made private."""
+def check_optimizer(optimizer: Optimizer, model: nn.Module, first: bool = False) -> None:
+    """The optimizer must update exactly the Parameter objects whose gradients are made private.
+
+    Before the `first` step of a trainer it must not have taken a step: its momentum would be made of other gradients.
+    """
+    if first and any(state and float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
+        raise ValueError(
+            "`optimizers` must hold an optimizer without a state, got one that has taken steps: its momentum may be"
+            " made of gradients without noise. Build a new one, or resume from a checkpoint."
+        )
     engine = {id(p): name for name, p in trainable(model).items()}
     held = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     missing = [name for key, name in engine.items() if key not in held]

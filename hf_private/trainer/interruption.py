@@ -1,17 +1,19 @@
-"""Ctrl-C and SIGTERM leave a checkpoint behind: what was charged is not lost.
+"""Ctrl-C, SIGTERM and errors leave a checkpoint behind: what was charged is not lost.
 
-A checkpoint holds noised weights, so it costs nothing more. The first signal lets the current step finish, saves a
-checkpoint through Trainer's own control flow and ends the run; then `train()` raises KeyboardInterrupt, or SystemExit
-for SIGTERM. A second signal ends the process at once.
+A checkpoint holds noised weights, so it costs nothing more. After an error (in an evaluation, say) `save_after_error`
+saves it at once. The first signal lets the current step finish, saves a checkpoint through Trainer's own control flow
+and ends the run; then `train()` raises KeyboardInterrupt, or SystemExit for SIGTERM. A second signal ends the process
+at once.
 """
 
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 from hf_private.distributed.ranks import Ranks
@@ -101,3 +103,19 @@ class GracefulStop(TrainerCallback):
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Stop listening."""
         self._restore()
+
+
+def save_after_error(trainer: Trainer, first_step: int) -> None:
+    """Save a checkpoint of the steps since `first_step`, if there is none. Only for a process that trains alone: other
+    ranks may not have failed, and would not save with it."""
+    state = trainer.state
+    folder = Path(str(trainer.args.output_dir), f"checkpoint-{state.global_step}")
+    if state.global_step <= first_step or folder.exists() or trainer.args.world_size > 1:
+        return
+    assert trainer.model is not None, "it has trained"
+    try:
+        trainer._save_checkpoint(trainer.model, trial=None)
+    except Exception as error:  # the one that ended the run says more
+        logger.warning(f"No checkpoint could be saved ({type(error).__name__}).")
+    else:
+        logger.warning(f"The run failed. What it has trained so far is in {folder}.")

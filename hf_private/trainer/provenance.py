@@ -193,6 +193,8 @@ class Provenance:
         If all is well, ranks do not wait for each other: the first may save alone.
         """
         found, ranks = trainings(self.model), self.trainer.ranks
+        if self.trainer.spending.writes:
+            _ = self.trainer.spending.ledger  # refuses one that was replaced
         if not found or any(training.spending is not self.trainer.spending for training in found):
             ranks.run_on_first(self._check_cost)
         if any(isinstance(p, DTensor) for p in self.model.parameters()):  # the ranks hold different shards

@@ -1,5 +1,6 @@
 """Builds the mechanism of one `train()`: secret keys, self-check, open ledger."""
 
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
@@ -13,10 +14,11 @@ from hf_private.mechanism.clipping import Clipping
 from hf_private.mechanism.noise import NoiseSource
 from hf_private.mechanism.step import Mechanism
 from hf_private.randomness import Key
+from hf_private.tasks.long_rows import longer_rows
 from hf_private.tasks.packed_weights import keep_unpacked
 from hf_private.tasks.unit_loss import CHECKED_ROWS, Loss, MakeBatch, UnitLoss, made_up_units
 
-from .data_guards import try_records
+from .data_guards import longest_record, try_records
 
 if TYPE_CHECKING:
     from .training_run import TrainingMixin
@@ -45,11 +47,12 @@ def build_mechanism(
     loss = trainer.create_loss(model)
     meet = trainer.args.per_device_train_batch_size > 1
     clipping = Clipping(config.clipping, config.clip_norm, config.gamma)
+    longer = longer_rows(model, LENGTH, partial(longest_record, trainer)) if meet else []
     checks: list[tuple[Loss, MakeBatch]] = [(loss, trainer.public_batch)]
     if config.draws_units or config.augmentations > 1:  # rows that are clipped as one; single ones occur, too
         checks.append((UnitLoss(loss, CHECKED_ROWS), made_up_units(trainer.public_batch, CHECKED_ROWS)))
     for checked, make_batch in checks:
-        args = (model, checked, make_batch, meet, clipping.clip_norm, clipping.gamma, clipping.group_of)
+        args = (model, checked, make_batch, meet, clipping.clip_norm, clipping.gamma, clipping.group_of, longer)
         logger.info(run_collectively(ranks, model, self_check, *args))
     run_collectively(ranks, model, try_records, trainer, model, loss)
     noise = NoiseSource(config.noise, keys.noise)

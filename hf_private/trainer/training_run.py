@@ -22,7 +22,7 @@ from hf_private.tasks.losses import PerSampleLoss
 from hf_private.tasks.unit_loss import RowsLoss
 
 from .guards import ForwardGuard, check_optimizer, check_order, check_ranks
-from .interruption import GracefulStop
+from .interruption import GracefulStop, save_after_error
 from .loading import LoadingMixin
 from .log_filter import LogFilter
 from .publishing import PublishingMixin
@@ -40,6 +40,7 @@ class TrainingMixin(PublishingMixin, LoadingMixin):
     _mechanism: Mechanism | None
     _forward_guard: ForwardGuard | None
     _gradients_checked: bool
+    _first_step: int  # of the run
 
     # The class whose `compute_loss` is replaced by the loss of `create_loss`. A subclass that overrides it is refused.
     objective_of: type[Trainer] = Trainer
@@ -90,9 +91,17 @@ class TrainingMixin(PublishingMixin, LoadingMixin):
                 self.ranks.assert_equal(unit_column=self.unit_column.fingerprint(self.train_dataset))
                 self.evaluation_guard.forget()
                 self.evaluation_guard.check_content(self.eval_dataset)
+                self.evaluation_guard.check_public(
+                    anchor_dataset=self.anchor_dataset, public_examples=self.public_examples
+                )
                 self._keys = self._draw_keys()
                 reseed_global()
-                output = super().train(resume_from_checkpoint, None, ignore_keys_for_eval)
+                try:
+                    output = super().train(resume_from_checkpoint, None, ignore_keys_for_eval)
+                except Exception:
+                    if self._mechanism is not None:
+                        save_after_error(self, self._first_step)
+                    raise
                 self.ranks.check_weights(trainable(self.bare_model))
         finally:
             self._keys = None
@@ -126,6 +135,7 @@ class TrainingMixin(PublishingMixin, LoadingMixin):
         self.provenance.find_trainings()  # before FSDP2 replaces the parameters
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         steps = max(max_steps - self.state.global_step, 0)
+        self._first_step = self.state.global_step
         if steps:
             self._attach(method, train_dataloader.batch_sampler.sample_rate, steps)
             checkpoint = resume_from_checkpoint
@@ -163,7 +173,8 @@ class TrainingMixin(PublishingMixin, LoadingMixin):
         """Check the optimizer, and build the mechanism for this number of steps."""
         assert self.optimizer is not None and self._keys is not None, "Trainer and `train()` have made them"
         model = self.accelerator.unwrap_model(self.model_wrapped)
-        check_optimizer(self.optimizer, model)
+        first = self.provenance.fingerprints is None and not self.state.global_step
+        check_optimizer(self.optimizer, model, first)
         self._mechanism = build_mechanism(self, model, method, self._keys, sample_rate, steps)
         self._forward_guard = ForwardGuard(model)
         self._gradients_checked = False

@@ -28,6 +28,7 @@ from hf_private.methods.carriers.config import CarrierConfig
 from hf_private.methods.registry import resolve_method
 from hf_private.tasks.losses import PerSampleLoss
 from hf_private.tasks.synthetic import synthetic_batch
+from tests.gradients.test_refusals import Multiply
 from tests.support import zoo
 
 
@@ -131,20 +132,6 @@ def test_a_folder_with_an_adapter_is_read(tmp_path: Path, capsys: pytest.Capture
     assert covered
     assert all("lora_" in name or "classifier" in name for name in covered)
     assert [*found["methods"]] == ["plain training", "BK"]
-
-
-class Multiply(torch.autograd.Function):
-    """A function of its own, which no rule knows."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx, *grads):
-        x, w = ctx.saved_tensors
-        return grads[0] @ w.t(), x.t() @ grads[0]
 
 
 class Twice(nn.Module):

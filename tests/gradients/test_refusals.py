@@ -66,7 +66,7 @@ def test_losses_of_the_wrong_shape_are_refused(shape):
 
 def test_an_empty_batch_is_refused():
     model, x = nn.Linear(3, 2), torch.zeros(0, 3)
-    with pytest.raises(ValueError, match="at least one record"), BookKeeper(model):
+    with pytest.raises(ValueError, match="`model` must be called"), BookKeeper(model):
         model(x)
 
 

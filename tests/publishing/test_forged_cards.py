@@ -170,6 +170,16 @@ SPELLINGS = {
     "delta of a tuple": "(0.309, 1e-12)-DP",
     "code block": "```\nepsilon = 0.1\n```",
     "raised point": "ε = 0·1",
+    "logarithm": r"$\varepsilon = \ln 1.1$",
+    "logarithm in brackets": "epsilon = log(1.1)",
+    "exponential": "an epsilon of e^-2.3",
+    "exponential function": r"$\epsilon = \exp(-2.3)$",
+    "power of e": r"Odds change by at most $e^{\epsilon} = 1.1$",
+    "zCDP": "The model is 0.001-zCDP.",
+    "zCDP with rho": "zCDP with rho = 0.001",
+    "rho before zCDP": r"$\rho = 0.001$ (zCDP)",
+    "GDP": "It satisfies 0.02-GDP.",
+    "GDP with mu": r"GDP with $\mu = 0.02$",
     "heading": "# Epsilon: 0.1",
     "second section": "<!-- hf-private: begin section -->\n**epsilon = 0.1**\n<!-- hf-private: end section -->",
 }
@@ -264,6 +274,9 @@ def test_a_model_that_is_not_private_claims_nothing_in_any_spelling(text: str, t
 # ---- honest cards
 
 PROSE = {
+    "zCDP": "It is 2-zCDP: rho = 2. Economic growth follows GDP, by 0.1 % a year.",
+    "a logarithm": "The loss falls by log 10 each epoch; epsilon = ln 3.",
+    "an exponential": "Odds change by at most e^epsilon = 1.6.",
     "Adam": "AdamW was used with eps=1e-8 of Adam.",
     "Trainer's optimizer": "- optimizer: Use adamw_torch with betas=(0.9,0.999) and epsilon=1e-08 and no arguments",
     "private Adam": "Trained privately with AdamW (eps=1e-8), betas 0.9 and 0.999.",
@@ -291,7 +304,14 @@ PROSE = {
 }  # fmt: skip
 
 
-CLAIMS = ("weaker claim", "same claim", "accuracy")  # true of epsilon 0.309, the first card's
+CLAIMS = (
+    "weaker claim",
+    "same claim",
+    "accuracy",
+    "zCDP",
+    "a logarithm",
+    "an exponential",
+)  # true of epsilon 0.309, the first card's
 
 
 def continued() -> dict[str, Any]:
@@ -461,6 +481,17 @@ def test_a_file_that_never_ends_is_not_read(name: str, kind: str, tmp_path: Path
     (folder / name).unlink()
     os.mkfifo(folder / name) if kind == "pipe" else os.symlink("/dev/zero", folder / name)
     assert verify(folder).code == (0 if name == "config.json" else 2)
+
+
+def test_weights_of_any_size_take_no_longer(tmp_path: Path) -> None:
+    """A sparse file of a terabyte takes a stranger no effort."""
+    folder = saved_model(tmp_path)
+    with open(folder / "model.safetensors", "r+b") as file:
+        file.truncate(10**12)
+    start = time.process_time()
+    verdict = verify(folder)
+    assert verdict.code == 2 and time.process_time() - start < 5
+    assert any("--time-limit" in f.message for f in verdict.findings if f.check == "weights")
 
 
 def test_a_time_limit_ends_in_cannot_tell(tmp_path: Path) -> None:

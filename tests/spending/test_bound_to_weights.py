@@ -1,6 +1,7 @@
 """A card is bound to its weights: it has all that they have cost, and weights that were changed since are refused."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -380,6 +381,45 @@ def test_data_in_settings_or_a_vocabulary_is_not_saved(tmp_path: Path, where: st
     assert not list(tmp_path.rglob("config.json")) and not list(tmp_path.rglob("tokenizer.json"))
 
 
+class Writes(TrainerCallback):
+    """Writes what it has seen into something that is saved beside the weights."""
+
+    def __init__(self, write: Callable[[Any], None]) -> None:
+        self.write = write
+
+    def on_step_end(self, *_: Any, **kwargs: Any) -> None:
+        self.write(kwargs)
+
+
+BESIDE: dict[str, tuple[str, Callable[[Any], None]]] = {
+    "generation": (
+        "generation_config.suppress_tokens",
+        lambda k: _set(k["model"].generation_config, "suppress_tokens"),
+    ),
+    "adapter": ("peft_config.default.revision", lambda k: _set(k["model"].peft_config["default"], "revision")),
+    "chat template": ("processing_class", lambda k: _set(k["processing_class"], "chat_template")),
+    "tokenizer": ("processing_class", lambda k: k["processing_class"].init_kwargs.update(note="seen")),
+}
+
+
+def _set(config: Any, name: str) -> None:
+    setattr(config, name, "seen")
+
+
+@quick
+@pytest.mark.parametrize("kind", BESIDE)
+def test_data_in_a_file_beside_the_weights_is_not_saved(tmp_path: Path, kind: str) -> None:
+    name, write = BESIDE[kind]
+    model = zoo.small("gpt2")
+    if kind == "adapter":
+        model = get_peft_model(model, LoraConfig(target_modules=["c_attn"]))
+    made = training.trainer(
+        tmp_path / "run", model, training.text("itself"), callbacks=[Writes(write)], processing_class=tokenizer()
+    )
+    made.train()
+    assert_refused(made, tmp_path / "out", f"`{name}` was changed while training ran")
+
+
 @quick
 def test_a_checkpoint_names_the_class_of_a_new_model(tmp_path: Path) -> None:
     made = training.trainer(tmp_path / "run", save_strategy="steps", save_steps=2)
@@ -399,6 +439,17 @@ def test_settings_may_change_before_and_after_a_run(tmp_path: Path) -> None:
     words.add_tokens(["public"])
     made.save_model(str(tmp_path / "out"))
     assert steps(tmp_path / "out") == 4
+
+
+@quick
+def test_a_ledger_that_was_put_back_after_the_run_gives_no_card(tmp_path: Path) -> None:
+    made = training.trainer(tmp_path / "run", max_steps=1)
+    made.train()
+    ledger = tmp_path / "run" / "_dp" / "ledger.jsonl"
+    earlier = ledger.read_bytes()
+    made.train()
+    ledger.write_bytes(earlier)
+    assert_refused(made, tmp_path / "out", "it was replaced, as by a backup")
 
 
 # ---- declared post-processing

@@ -171,3 +171,16 @@ def test_a_line_with_a_right_hash_and_wrong_content_is_not_repaired(path: Path) 
     path.write_bytes(make_line("", "ledger", version=2))
     with pytest.raises(LedgerError, match="version 2"):
         PrivacyLedger(path)
+
+
+def test_a_ledger_that_is_replaced_while_it_is_open_is_not_written_to(path: Path, tmp_path: Path) -> None:
+    """As by a backup that is restored: the next line would not fit, and all lines since would be lost."""
+    other = tmp_path / "other"
+    write(other, cheap=1)
+    with PrivacyLedger(path) as ledger:
+        ledger.charge(DEAR)
+        path.write_bytes(other.read_bytes())
+        with pytest.raises(LedgerError, match="changed by something else"):
+            ledger.charge(DEAR)
+        with pytest.raises(LedgerError):
+            ledger.charge(DEAR)

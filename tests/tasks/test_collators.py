@@ -286,6 +286,7 @@ def test_made_up_records_have_the_schema_and_not_the_content() -> None:
 
 def test_samples_are_spread_over_the_dataset() -> None:
     assert sample(range(1000), 3) == [0, 500, 999] and sample([4], 3) == [4]
+    assert sample(range(5), 16) == [0, 1, 2, 3, 4]
 
 
 def test_the_check_leaves_the_generators_alone() -> None:

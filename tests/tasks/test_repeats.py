@@ -1,6 +1,7 @@
 """A record that stands in a dataset several times is found, whatever container repeats it; equal content is not."""
 
 import copy
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from hf_private.tasks.repeats import most_repeats
+from hf_private.trainer import guards
 from tests.support import training
 
 
@@ -106,9 +108,24 @@ def test_a_repeated_record_is_refused_or_charged(tmp_path: Path) -> None:
     ):
         training.trainer(tmp_path / "one", records=records, dp={"check_dataset": False}).train()
     assert not (tmp_path / "one" / "_dp" / "ledger.jsonl").exists()
-    with pytest.raises(ValueError, match="got one 3 times"):
+    with pytest.raises(ValueError, match="`train_dataset`"):
         training.trainer(tmp_path / "two", records=records, dp={"records_per_unit": 2}, max_steps=1).train()
     training.trainer(tmp_path / "three", records=records, dp={"records_per_unit": 3}, max_steps=1).train()
     persons = [{**record, "person": n % 40} for n, record in enumerate(records)]
     units = {"unit_column": "person", "records_per_unit": 3}
     training.trainer(tmp_path / "units", records=persons, dp=units, max_steps=1).train()
+
+
+@pytest.mark.parametrize("kind", [list, datasets.Dataset.from_list])
+def test_copies_in_other_rows_are_warned_about(
+    tmp_path: Path, kind: Callable[[list], Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a dataset that was repeated and then saved. Different people may have written the same, so it trains."""
+    monkeypatch.setattr(logging.getLogger("hf_private"), "propagate", True)
+    rows = training.text(records=30)
+    for times, told in ((1, False), (3, True)):
+        guards.logger.warning_once.cache_clear()
+        caplog.clear()
+        records = kind([copy.deepcopy(row) for _ in range(times) for row in rows])
+        training.trainer(tmp_path / str(times), records=records, max_steps=1).train()
+        assert ("100% of the training records" in caplog.text) is told

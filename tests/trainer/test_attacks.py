@@ -11,11 +11,11 @@ import pytest
 import torch
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, SequentialSampler, Subset
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, Subset
 from transformers import DataCollatorWithPadding, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
 
 from hf_private.config import DPConfig
-from hf_private.trainer.fingerprints import TrainingRecords
+from hf_private.tasks.training_records import TrainingRecords
 from hf_private.trainer.log_filter import LogFilter
 from hf_private.trainer.trainer import DPTrainer
 from tests.support import training, zoo
@@ -164,6 +164,34 @@ def test_records_that_the_model_cannot_take_cost_nothing(tmp_path: Path, name: s
     assert charged(tmp_path) == 0
 
 
+class Quoting(training.Padding):
+    """As `int("malignant")` does."""
+
+    def __call__(self, records: list[dict]) -> dict[str, Tensor]:
+        if len(records) == 2:
+            raise ValueError(f"no such class: {records[0]['labels']}, malignant")
+        return super().__call__(records)
+
+
+class QuotingAlone(training.Padding):
+    def __call__(self, records: list[dict]) -> dict[str, Tensor]:
+        raise ValueError(f"no such class: {records[0]['labels']}, malignant")
+
+
+def test_an_error_of_the_users_code_is_not_quoted(tmp_path: Path) -> None:
+    made = training.trainer(tmp_path, data_collator=Quoting(), public_examples=training.text(seed=4))
+    with pytest.raises(ValueError, match="`data_collator`.*ValueError") as caught:
+        made.train()
+    alone = training.trainer(tmp_path, per_device_train_batch_size=1, data_collator=QuotingAlone())
+    with pytest.raises(ValueError, match="`train_dataset`.*ValueError") as alone_caught:
+        alone.train()
+    assert (
+        "malignant" not in str(alone_caught.value)
+        and "malignant" not in str(caught.value)
+        and caught.value.__suppress_context__
+    )
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
@@ -232,6 +260,34 @@ def test_a_hand_made_loader_of_training_records_is_not_evaluated(tmp_path: Path)
     loader = DataLoader(copy.deepcopy(training.text()), batch_size=8, collate_fn=training.Padding())
     with pytest.raises(ValueError, match="`eval_dataset`"):
         made.evaluation_loop(loader, "Evaluation")
+
+
+class Stream(IterableDataset):
+    def __init__(self, records: list[dict]) -> None:
+        self.records = records
+
+    def __iter__(self) -> Any:
+        return iter(self.records)
+
+
+@pytest.mark.parametrize("kind", [Stream, lambda rows: datasets.Dataset.from_list(rows).to_iterable_dataset()])
+def test_a_stream_of_training_records_is_not_evaluated(tmp_path: Path, kind: Callable[[list[dict]], Any]) -> None:
+    made = training.trainer(tmp_path)
+    with pytest.raises(ValueError, match="`eval_dataset`"):
+        made.evaluate(kind(copy.deepcopy(training.text())))
+    assert "eval_loss" in made.evaluate(kind(training.text(seed=3)))
+
+
+def test_training_records_are_not_taken_for_public_ones(tmp_path: Path) -> None:
+    """The self-check depends on `public_examples`, and a public subspace on `anchor_dataset`, without noise."""
+    copied = [{**row, "input_ids": row["input_ids"] + [0] * 3} for row in training.text()[:20]]
+    public = training.text(seed=4)
+    with pytest.raises(ValueError, match="`public_examples` must hold public records"):
+        training.trainer(tmp_path, public_examples=copied).train()
+    with pytest.raises(ValueError, match="`anchor_dataset` must hold public records"):
+        training.trainer(tmp_path, anchor_dataset=copied, dp={"anchors": {"k": 20}}).train()
+    assert charged(tmp_path) == 0
+    training.trainer(tmp_path, public_examples=public, max_steps=1).train()
 
 
 def test_other_records_are_evaluated_and_predicted(tmp_path: Path) -> None:

@@ -34,6 +34,41 @@ def test_an_optimizer_of_another_copy_is_refused(tmp_path: Path) -> None:
     assert not training.files(tmp_path / "_dp") or training.steps(tmp_path) == 0, "nothing was spent"
 
 
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_an_optimizer_that_has_taken_steps_is_refused(tmp_path: Path, name: str) -> None:
+    """Its momentum may be made of private gradients without noise."""
+    model = zoo.small("bert")
+    kind = getattr(torch.optim, name)
+    optimizer = kind(model.parameters(), lr=0.01, **({"momentum": 0.9} if name == "SGD" else {}))
+    model(**training.Padding()(training.text())).loss.backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="`optimizers` must hold an optimizer without a state"):
+        training.trainer(tmp_path, model, optimizers=(optimizer, None)).train()
+    assert not training.files(tmp_path / "_dp") or training.steps(tmp_path) == 0
+    for fresh in (kind(model.parameters(), lr=0.01), torch.optim.Adagrad(model.parameters())):
+        made = training.trainer(tmp_path / "fresh", model, optimizers=(fresh, None), max_steps=1)
+        made.train()
+        made.train()  # its own steps were private
+
+
+class WritesFrozen(TrainerCallback):
+    """Gives a frozen weight a gradient, which an optimizer of all weights would take."""
+
+    def on_step_begin(self, *_: Any, model: nn.Module, **__: Any) -> None:
+        frozen = model.bert.embeddings.word_embeddings.weight
+        frozen.grad = torch.ones_like(frozen)
+
+
+def test_a_gradient_of_a_frozen_weight_stops_the_step(tmp_path: Path) -> None:
+    model = zoo.small("bert")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.bert.embeddings.requires_grad_(False)
+    before = training.weights(model)
+    with pytest.raises(RuntimeError, match="`bert.embeddings.word_embeddings.weight`"):
+        training.trainer(tmp_path, model, optimizers=(optimizer, None), callbacks=[WritesFrozen()]).train()
+    assert torch.equal(before, training.weights(model))
+
+
 @pytest.mark.parametrize(("value", "named"), [(None, "none"), (0.0, "zero"), (math.nan, "not finite")])
 def test_a_parameter_without_a_gradient_is_an_error(tmp_path: Path, value: float | None, named: str) -> None:
     made = training.trainer(tmp_path)

@@ -106,3 +106,37 @@ def test_a_run_that_fails_restores_the_handlers(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="broken"):
         training.trainer(tmp_path, callbacks=[Fails()]).train()
+
+
+@pytest.mark.parametrize("where", ["evaluation", "step"])
+def test_an_error_leaves_a_checkpoint_behind(tmp_path: Path, where: str) -> None:
+    """What was charged is not lost: the run goes on from there."""
+
+    def metrics(_: Any) -> dict[str, float]:
+        raise RuntimeError("no such label")
+
+    class Fails(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 3:
+                raise RuntimeError("no such label")
+
+    attack: dict[str, Any] = {"callbacks": [Fails()]}
+    if where == "evaluation":
+        attack = {"eval_dataset": training.text(seed=1), "eval_strategy": "steps", "eval_steps": 3}
+        attack["compute_metrics"] = metrics
+    made = training.trainer(tmp_path, **attack)
+    with pytest.raises(RuntimeError, match="no such label"):
+        made.train()
+    assert (tmp_path / "checkpoint-3" / "model.safetensors").exists() and training.steps(tmp_path) == 3
+    training.trainer(tmp_path).train(resume_from_checkpoint=True)
+    assert training.steps(tmp_path) == 4
+
+
+def test_an_error_before_the_first_step_leaves_nothing(tmp_path: Path) -> None:
+    class Fails(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            raise RuntimeError("at once")
+
+    with pytest.raises(RuntimeError, match="at once"):
+        training.trainer(tmp_path, callbacks=[Fails()]).train()
+    assert not list(tmp_path.glob("checkpoint-*"))

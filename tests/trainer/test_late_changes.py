@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import BertForSequenceClassification, TrainerCallback
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from hf_private.config import DPConfig
 from hf_private.gradients.layers import UncoveredError
@@ -164,7 +165,7 @@ def test_what_couples_records_after_the_self_check_is_refused(tmp_path: Path, na
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
             CHANGES[name](model)
 
-    with pytest.raises(RuntimeError, match="must run as it did"):
+    with pytest.raises(RuntimeError, match=r"`[\w.]*(classifier|dropout)` must"):
         made(DPTrainer, tmp_path, callbacks=[Changes()]).train()
     assert not (tmp_path / "_dp" / "ledger.jsonl").exists() or training.steps(tmp_path) == 0
 
@@ -176,7 +177,7 @@ def test_a_method_of_a_class_that_is_replaced_after_the_self_check_is_refused(
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
             monkeypatch.setattr(torch.nn.Dropout, "forward", Mixes.forward)
 
-    with pytest.raises(RuntimeError, match="must run as it did"):
+    with pytest.raises(RuntimeError, match=r"`[\w.]*(classifier|dropout)` must"):
         made(DPTrainer, tmp_path, callbacks=[Patches()]).train()
 
 
@@ -190,3 +191,28 @@ def test_a_hook_that_was_there_is_checked_with_the_model(tmp_path: Path) -> None
     model.bert.register_forward_hook(Hooks("on_nothing").mix)
     with pytest.raises((SelfCheckError, UncoveredError)):
         made(DPTrainer, tmp_path / "mixes", model).train()
+
+
+class Weighted(BertForSequenceClassification):
+    """Takes weights of records, and adds their mean to each."""
+
+    def forward(self, input_ids: Any, attention_mask: Any, labels: Any = None, weights: Any = None, **_: Any) -> Any:
+        states = self.bert(input_ids, attention_mask=attention_mask).last_hidden_state[:, 0]
+        if weights is not None:
+            states = states * (weights / weights.sum()).unsqueeze(1) + states.detach().mean(0)
+        return SequenceClassifierOutput(logits=self.classifier(states))
+
+
+class WeightedPadding(training.Padding):
+    def __call__(self, records: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        return super().__call__(records) | {"weights": torch.tensor([record["weights"] for record in records])}
+
+
+def test_an_input_that_only_training_batches_have_is_checked(tmp_path: Path) -> None:
+    """The made-up batch for a head does not have it, so it is made up from the dataset's schema."""
+    model = Weighted(zoo.small("bert").config)
+    model.bert.pooler.requires_grad_(False)
+    training.trainer(tmp_path / "without", model, max_steps=1).train()
+    records = [{**record, "weights": 1.0 + n % 3} for n, record in enumerate(training.text())]
+    with pytest.raises(SelfCheckError, match="`per_device_train_batch_size=1`"):
+        training.trainer(tmp_path / "with", model, records, data_collator=WeightedPadding()).train()

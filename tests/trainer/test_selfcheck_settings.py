@@ -14,7 +14,7 @@ def test_the_floor_follows_gamma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     seen: list[tuple[Any, ...]] = []
 
     def watch(*args: Any) -> str:
-        seen.append(args[-3:-1])
+        seen.append(args[4:6])
         return "checked"
 
     monkeypatch.setattr("hf_private.trainer.setup.self_check", watch)
@@ -33,7 +33,7 @@ def test_the_groups_follow_clipping(
     seen: list[str] = []
 
     def watch(*args: Any) -> str:
-        seen.append(args[-1]("bert.layer.0.query.weight"))
+        seen.append(args[6]("bert.layer.0.query.weight"))
         return "checked"
 
     monkeypatch.setattr("hf_private.trainer.setup.self_check", watch)

@@ -241,6 +241,14 @@ def test_no_id_is_in_any_file(tmp_path, caplog, capsys):
 # ---- what is refused
 
 
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
 def test_a_unit_in_training_and_evaluation_is_refused(tmp_path):
     shared = [*records("other")[:5], {**records("other")[5], "who": records()[0]["who"]}]
     with pytest.raises(ValueError, match="`eval_dataset`.*row 5") as caught:
@@ -251,6 +259,8 @@ def test_a_unit_in_training_and_evaluation_is_refused(tmp_path):
     made = trainer(tmp_path, eval_dataset=records("other")[:5])
     with pytest.raises(ValueError, match="`eval_dataset`"):
         made.evaluate(shared)
+    with pytest.raises(ValueError, match="`eval_dataset`.*row 5"):
+        made.evaluate(Stream(shared))
     trainer(tmp_path, eval_dataset=shared, dp={"disjoint_units": True}).evaluate()
     with pytest.raises(ValueError, match="`unit_column`") as caught:
         trainer(tmp_path, eval_dataset=training.text(records=4))

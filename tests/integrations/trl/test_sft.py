@@ -111,7 +111,7 @@ def test_metrics_of_training_tokens_reach_no_log(tmp_path: Path) -> None:
 
 def test_evaluation_on_training_records_is_refused(tmp_path: Path) -> None:
     made = sft(tmp_path)
-    with pytest.raises(ValueError, match="training"):
+    with pytest.raises(ValueError, match="`eval_dataset`"):
         made.evaluate(chats.made("chat"))
 
 

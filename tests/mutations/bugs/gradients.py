@@ -4,6 +4,12 @@ from tests.mutations.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "weights of a loss get gradients without noise",
+        "gradients/selfcheck.py",
+        (("        _check_weights_of_loss(losses, model)\n", ""),),
+        "tests/gradients/test_selfcheck.py::test_weights_of_a_loss_are_refused",
+    ),
+    Mutant(
         "mean instead of sum of the losses",
         "gradients/bookkeeper.py",
         (("losses.sum().backward()", "losses.mean().backward()"),),
@@ -264,7 +270,7 @@ MUTANTS = (
                 "            difference = (run.norms(reached) - other.norms(reached)).abs()",
             ),
         ),
-        "tests/gradients/test_selfcheck.py::test_a_change_of_direction_is_seen",
+        "tests/gradients/test_selfcheck_precision.py::test_a_change_of_direction_is_seen",
     ),
     Mutant(
         "one seed is tried in training mode",
@@ -276,25 +282,25 @@ MUTANTS = (
         "the self-check runs in half precision",
         "gradients/undisturbed.py",
         (("            x.data = data.float()", "            pass"),),
-        "tests/gradients/test_selfcheck.py::test_models_in_which_padding_moves_gradients_are_refused_in_any_precision",
+        "tests/gradients/test_selfcheck_precision.py::test_models_in_which_padding_moves_gradients_are_refused_in_any_precision",
     ),
     Mutant(
         "the self-check runs under autocast",
         "gradients/undisturbed.py",
         (('            model.__dict__["forward"] = model.__dict__["_original_forward"]', "            pass"),),
-        "tests/gradients/test_selfcheck.py::test_the_model_computes_in_float32_whatever_wraps_it",
+        "tests/gradients/test_selfcheck_state.py::test_the_model_computes_in_float32_whatever_wraps_it",
     ),
     Mutant(
         "rounding of tiny gradients is excused, however much clipping scales it up",
         "gradients/selfcheck.py",
         (("floor = min(clip_norm / math.sqrt(len(groups)), gamma)", "floor = 1.0"),),
-        "tests/gradients/test_selfcheck.py::test_rounding_of_tiny_gradients_is_no_coupling",
+        "tests/gradients/test_selfcheck_precision.py::test_rounding_of_tiny_gradients_is_no_coupling",
     ),
     Mutant(
         "the floor of the self-check is a hundred times what it says",
         "gradients/comparison.py",
         (("FLOOR = 1e-6", "FLOOR = 1e-4"),),
-        "tests/gradients/test_selfcheck.py::test_tiny_gradients_are_compared_down_to_the_floor",
+        "tests/gradients/test_selfcheck_precision.py::test_tiny_gradients_are_compared_down_to_the_floor",
     ),
     Mutant(
         "the self-check runs on one record, seven times",
@@ -306,26 +312,26 @@ MUTANTS = (
         "padding is checked for the longest record only",
         "gradients/selfcheck.py",
         (("        for n in range(size):\n", "        for n in (0,):\n"),),
-        "tests/gradients/test_selfcheck.py::test_padding_is_checked_for_short_records_too",
+        "tests/gradients/test_selfcheck_precision.py::test_padding_is_checked_for_short_records_too",
     ),
     Mutant(
         "any difference counts as rounding",
         "gradients/comparison.py",
         (("if not bool((difference <= excused).all()):", "if False:"),),
-        "tests/gradients/test_selfcheck.py::test_a_change_of_direction_is_seen",
+        "tests/gradients/test_selfcheck_precision.py::test_a_change_of_direction_is_seen",
     ),
     Mutant(
         "a layer that is clipped by its own norm is compared by the norm of all",
         "gradients/selfcheck.py",
         (("groups.setdefault(group_of(name), [])", 'groups.setdefault("", [])'),),
-        "tests/gradients/test_selfcheck.py"
+        "tests/gradients/test_selfcheck_precision.py"
         "::test_a_layer_with_a_tiny_gradient_is_compared_by_itself_if_it_is_clipped_by_itself",
     ),
     Mutant(
         "buffers stay as a failed self-check leaves them",
         "gradients/undisturbed.py",
         (("                        x.copy_(values[id(x)])", "                        pass"),),
-        "tests/gradients/test_selfcheck.py::test_buffers_and_weights_are_restored_when_the_check_raises",
+        "tests/gradients/test_selfcheck_state.py::test_buffers_and_weights_are_restored_when_the_check_raises",
     ),
     Mutant(
         "a block's scale is not undone after the noise",
@@ -367,7 +373,7 @@ MUTANTS = (
         "a layer with an adapter may change its weights",
         "gradients/selfcheck.py",
         (("float(p.detach().sum(dtype=torch.float64))", "0.0"),),
-        "tests/gradients/test_selfcheck.py::test_a_layer_with_an_adapter_may_not_change_its_weights",
+        "tests/gradients/test_selfcheck_state.py::test_a_layer_with_an_adapter_may_not_change_its_weights",
     ),
     Mutant(
         "copies that meet activations of new shapes are not measured",

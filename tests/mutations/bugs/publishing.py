@@ -4,6 +4,18 @@ from tests.mutations.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "weights of any size keep verify busy",
+        "publishing/snapshot.py",
+        (("and time.process_time() < end:", "and time.process_time() < end + 9:"),),
+        "tests/publishing/test_forged_cards.py::test_weights_of_any_size_take_no_longer",
+    ),
+    Mutant(
+        "a claim of zero-concentrated differential privacy is no claim",
+        "publishing/claims.py",
+        (("yield from _of_other_notion(plain, tokens, index)", "yield from ()"),),
+        "tests/publishing/test_forged_cards.py::test_a_forged_card_is_caught[prose: zCDP-0.1.0]",
+    ),
+    Mutant(
         "copies of the data are pushed, if they have a name that nobody thought of",
         "publishing/release.py",
         (("if not is_published(name):", "if False:"),),
@@ -75,7 +87,7 @@ MUTANTS = (
     Mutant(
         "a better delta is not a claim",
         "publishing/card_check.py",
-        (("return claim.value < claimed", 'return claim.name == "epsilon" and claim.value < claimed'),),
+        (("return claim.value < delta * (1 - 1e-9)", "return False"),),
         "tests/publishing/test_forged_cards.py::test_a_forged_card_is_caught[prose: delta-0.1.0]",
     ),
     Mutant(

@@ -4,6 +4,18 @@ from tests.mutations.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "a ledger that was replaced while it is open is written to",
+        "spending/ledger.py",
+        (("if os.fstat(file.fileno()).st_size != self._end:", "if False:"),),
+        "tests/spending/test_ledger_damage.py::test_a_ledger_that_is_replaced_while_it_is_open_is_not_written_to",
+    ),
+    Mutant(
+        "an earlier ledger that is put back lowers the card's epsilon",
+        "spending/spending.py",
+        (("if self._closed is not None and not found.contains(", "if False and not found.contains("),),
+        "tests/spending/test_bound_to_weights.py::test_a_ledger_that_was_put_back_after_the_run_gives_no_card",
+    ),
+    Mutant(
         "a model that was moved away from its record begins anew",
         "spending/lineage.py",
         (("if hasattr(config, MARK) and not any(", "if False and not any("),),
@@ -18,7 +30,7 @@ MUTANTS = (
     Mutant(
         "what was trained cannot be saved once the output folder is gone",
         "spending/spending.py",
-        (("if path.is_file() else self._closed", "if path.is_file() else None"),),
+        (("            return self._closed\n", "            return None\n"),),
         "tests/spending/test_lineage_cards.py::test_no_training_is_lost_because_a_folder_has_vanished",
     ),
     Mutant(

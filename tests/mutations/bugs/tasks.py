@@ -4,6 +4,42 @@ from tests.mutations.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "an id with an accent of its own is another person's",
+        "tasks/unit_column.py",
+        ((' and is_normalized("NFKC", value))', ")"),),
+        "tests/tasks/test_unit_column.py::test_ids_that_look_like_others_are_refused_by_row",
+    ),
+    Mutant(
+        "a tenth of an evaluation set may be training records",
+        "tasks/training_records.py",
+        (("MARGIN = 0.01 ", "MARGIN = 0.1 "),),
+        "tests/trainer/test_attacks.py::test_training_records_are_not_evaluated_in_any_container[a tenth of it]",
+    ),
+    Mutant(
+        "a training set that repeats its records may be evaluated",
+        "tasks/training_records.py",
+        (("MOST_NATURAL = 1 / 3 ", "MOST_NATURAL = 1.0 "),),
+        "tests/trainer/test_attacks.py::test_records_may_recur_in_an_evaluation_set_as_often_as_in_the_training_set",
+    ),
+    Mutant(
+        "padding makes a training record unknown",
+        "tasks/training_records.py",
+        (("        return row[: kept[-1] + 1] if kept.size else row[:0]\n", "        return row\n"),),
+        "tests/trainer/test_attacks.py::test_training_records_are_not_evaluated_in_any_container[padded]",
+    ),
+    Mutant(
+        "a stream of training records is evaluated",
+        "tasks/training_records.py",
+        (("list(islice(records, STREAMED))", "[]"),),
+        "tests/trainer/test_attacks.py::test_a_stream_of_training_records_is_not_evaluated",
+    ),
+    Mutant(
+        "copies of records in other rows go unnoticed",
+        "tasks/training_records.py",
+        (("counts[counts > 1].sum()", "counts[counts > 9].sum()"),),
+        "tests/tasks/test_repeats.py::test_copies_in_other_rows_are_warned_about",
+    ),
+    Mutant(
         "rows of one table that stand in a dataset several times count once",
         "tasks/repeats.py",
         (("key = buffers[0].address if buffers else (id(chunk), next(self._numbers))", "key = next(self._numbers)"),),
@@ -66,7 +102,7 @@ MUTANTS = (
     Mutant(
         "collators are tested on records of one length only",
         "tasks/collators.py",
-        (("        trial.check_lengths()\n", ""),),
+        (("                trial.check_lengths()\n", ""),),
         "tests/tasks/test_collators.py::test_tokens_made_in_the_collator_need_a_mask",
     ),
     Mutant(
@@ -78,7 +114,7 @@ MUTANTS = (
     Mutant(
         "a collator's error quotes a record",
         "tasks/collators.py",
-        (("        ) from None\n", "        ) from error\n"),),
+        (('Call it on two of your records to see the error."\n        ) from None\n', '"\n        ) from error\n'),),
         "tests/tasks/test_collators.py::test_no_message_quotes_a_record",
     ),
     Mutant(
@@ -120,8 +156,8 @@ MUTANTS = (
     Mutant(
         "an id and the same with a blank after it are two people",
         "tasks/unit_column.py",
-        (("            if _is_padded(one):", "            if False:"),),
-        "tests/tasks/test_unit_column.py::test_ids_with_blanks_around_them_are_refused_by_row",
+        (("            if _has_other_form(one):", "            if False:"),),
+        "tests/tasks/test_unit_column.py::test_ids_that_look_like_others_are_refused_by_row",
     ),
     Mutant(
         "True and 1 are the same person",
