@@ -548,7 +548,7 @@ MUTANTS = (
     Mutant(
         "rows of an expert are weighted in their order, not by their record",
         "gradients/ragged.py",
-        (("weighted_sum(c[self.route.records], into)", "weighted_sum(c[self.route.records.sort().values], into)"),),
+        (("right, c[self.route.records], into", "right, c[self.route.records.sort().values], into"),),
         "tests/gradients/test_ragged.py::test_norms_and_sums_are_those_of_the_records[size0]",
     ),
     Mutant(
