@@ -91,7 +91,7 @@ def whisper() -> hf.PreTrainedModel:
 
 
 def wav2vec2() -> hf.PreTrainedModel:
-    """wav2vec2 of half the depth: the weight of its convolution over positions is computed, so records have copies."""
+    """wav2vec2 of half the depth; the weight of its convolution over positions is computed."""
     config = hf.Wav2Vec2Config(
         num_hidden_layers=6, hidden_dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, feat_proj_dropout=0.0,
         final_dropout=0.0, layerdrop=0.0, apply_spec_augment=False, do_stable_layer_norm=True,
@@ -100,6 +100,15 @@ def wav2vec2() -> hf.PreTrainedModel:
     model = hf.Wav2Vec2ForSequenceClassification(config)
     model.wav2vec2.masked_spec_embed.requires_grad_(False)
     return model
+
+
+def funnel() -> hf.PreTrainedModel:
+    """Funnel of half the depth with factorized attention: no rule knows how it uses the weights of its distances."""
+    config = hf.FunnelConfig(
+        vocab_size=32000, block_sizes=[2, 2, 2], attention_type="factorized", hidden_dropout=0.0,
+        attention_dropout=0.0, activation_dropout=0.0,
+    )  # fmt: skip
+    return hf.FunnelForTokenClassification(config)
 
 
 MODELS: dict[str, Callable[[], hf.PreTrainedModel]] = {
@@ -114,6 +123,7 @@ MODELS: dict[str, Callable[[], hf.PreTrainedModel]] = {
     "moe": moe,
     "whisper": whisper,
     "wav2vec2": wav2vec2,
+    "funnel": funnel,
 }
 
 
@@ -131,6 +141,8 @@ def make_batch(model: hf.PreTrainedModel, name: str, batch_size: int, length: in
         return {"input_features": features, "labels": ids}
     if name == "wav2vec2":  # `length` frames of 20 ms
         return {"input_values": torch.randn(batch_size, 320 * length + 80), "labels": torch.randint(2, (batch_size,))}
+    if name == "funnel":
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.randint(2, ids.shape)}
     labels = ids if model.config.model_type in ("gpt2", "llama", "mixtral") else torch.randint(2, (batch_size,))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 

@@ -227,9 +227,8 @@ class BookKeeper:
                 f" and {len(new) - 5} more" if len(new) > 5 else ""
             )
             logger.warning(
-                "%s: no rule covers this use of a weight, so each record gets a copy of it. That is exact, but slower,"
-                " and takes as much memory as per-sample gradients that are formed. Remedy: freeze it if that is too"
-                " much.",
+                "%s: no rule covers this use of a weight, so the gradient of each record is formed. That is exact, but"
+                " slower, and takes the memory of a copy for each record. Remedy: freeze it if that is too much.",
                 names,
             )
 

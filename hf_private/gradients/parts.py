@@ -8,6 +8,7 @@ from torch import Size
 
 from .layers.attribution import PART
 from .persample import Dense, Outer, PerSample, widen
+from .ragged import Ragged
 from .slices import Slices
 
 
@@ -33,6 +34,8 @@ def transposed(value: PerSample) -> PerSample:
     """The gradients of a parameter from those of its transpose."""
     if isinstance(value, Outer) and len(value.shape) == 2:
         return Outer(value.right, value.left)
+    if isinstance(value, Ragged):
+        return value.transposed()
     if isinstance(value, Slices) and all(isinstance(part, int) for part in value.parts):
         *front, rows, columns = value.shape
         return Slices({part: transposed(v) for part, v in value.parts.items()}, Size([*front, columns, rows]))

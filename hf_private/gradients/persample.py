@@ -219,6 +219,11 @@ class Dense(PerSample):
 FORMED_MAY_BE = 1.6  # times as large as the (a, ds) that they replace
 
 
+def forming_is_smaller(positions: int, rows: int, columns: int) -> bool:
+    """Whether gradients (N, rows, columns) replace their factors: see `Outer.instantiating_is_smaller`."""
+    return FORMED_MAY_BE * positions * (rows + columns) >= rows * columns
+
+
 class Outer(PerSample):
     """`g_n = left_n^T right_n`, with `left` (N, T, rows) and `right` (N, T, columns): a linear layer's weight.
 
@@ -240,8 +245,7 @@ class Outer(PerSample):
         instead of 0.92, with the same memory). The paper's rule, 2 T^2 >= rows * columns, compares the
         scratch of the norm and forms them later. recipes/bk_complexity.py has both.
         """
-        rows, columns = self.left.shape[2], self.right.shape[2]
-        return FORMED_MAY_BE * self.left.shape[1] * (rows + columns) >= rows * columns
+        return forming_is_smaller(self.left.shape[1], self.left.shape[2], self.right.shape[2])
 
     @property
     def half(self) -> bool:

@@ -22,11 +22,14 @@ class Slices(PerSample):
         return torch.stack([value.sq_norm(grams) for value in self.parts.values()]).sum(0)
 
     def weighted_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
-        if into is None:
-            some = next(iter(self.parts.values())).weighted_sum(c)
-            into = some.new_zeros(self.shape)
         for part, value in self.parts.items():
-            value.weighted_sum(c, into[_index(part)])
+            if into is None:
+                first = value.weighted_sum(c)
+                into = first.new_zeros(self.shape)
+                into[_index(part)] = first
+            else:
+                value.weighted_sum(c, into[_index(part)])
+        assert into is not None, "a gradient has parts"
         return into
 
     def dense(self) -> Tensor:

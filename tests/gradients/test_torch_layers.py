@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
+from hf_private.gradients.bookkeeper import BookKeeper
 from tests.support.oracle import assert_exact
 
 WIDTH = 8
@@ -172,3 +173,39 @@ def test_a_layer_of_torch_is_exact_at_any_size(name: str) -> None:
     model(torch.randn(2, 7, WIDTH).double())
     for records, length in SIZES:
         assert_exact(model, loss, {"x": torch.randn(records, length, WIDTH).double()}, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_recurrent_layers_are_exact_without_copies(batch_first, kind):
+    """Two layers, both directions, and the state at the end counts, too."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict(
+        {"below": nn.Linear(6, 6), "rnn": kind(6, 5, 2, bidirectional=True, batch_first=batch_first)}
+    )
+    model = Called(model, lambda m, x: outputs(m["rnn"], m["below"](x))).double()
+
+    def loss(model, batch):
+        return model(batch["x"]).square().sum(1)
+
+    for batch_size, length in ((2, 3), (4, 8), (1, 4), (3, 3), (4, 1)):
+        assert_exact(model, loss, {"x": torch.randn(batch_size, length, 6).double()})
+    with BookKeeper(model) as book:
+        book.backward(loss(model, {"x": torch.randn(3, 4, 6).double()}))
+        assert not book.copied
+
+
+class Called(nn.Module):
+    def __init__(self, inner, call):
+        super().__init__()
+        self.inner, self.call = inner, call
+
+    def forward(self, x):
+        return self.call(self.inner, x)
+
+
+def outputs(rnn, x):
+    y, state = rnn(x if rnn.batch_first else x.transpose(0, 1))
+    y = y if rnn.batch_first else y.transpose(0, 1)
+    ends = state if isinstance(state, tuple) else (state,)
+    return torch.cat([y.flatten(1), *(s.transpose(0, 1).flatten(1) for s in ends)], 1)

@@ -33,6 +33,7 @@ from .einsum import einsum
 from .embedding import embedding
 from .linear import addmm, baddbmm, bmm, conv1d, linear, matmul
 from .norms import group_norm, layer_norm, rms_norm
+from .recurrent import CELLS, recurrent
 from .routed import is_adapted, is_experts, run_routed
 from .shared import own_losses
 from .tap import REMEDY, SHARDED_REMEDY, AutogradOnlyError, Tap
@@ -53,6 +54,7 @@ RULES: dict[Callable, Callable] = {
     **dict.fromkeys((torch.baddbmm, Tensor.baddbmm), baddbmm),
     torch.einsum: einsum,
     F.multi_head_attention_forward: attention,
+    **{func: recurrent(func) for func in CELLS},
 }
 
 # The parameter may be in any place.
@@ -61,6 +63,9 @@ EITHER = {func for func, rule in RULES.items() if rule in (matmul, einsum)}
 INPUTS: dict[Callable, int] = {torch.addmm: 1, torch.baddbmm: 1, Tensor.baddbmm: 1}
 # Rules of which one argument, here its place, may also be what all records share.
 TAKE_SHARED: dict[Callable, int] = {F.linear: 0, F.layer_norm: 0, torch.baddbmm: 0, Tensor.baddbmm: 0}
+
+# Rules that take a weight, as second argument, that is computed of parameters.
+COMPUTED: set[Callable] = {func for func, rule in RULES.items() if rule in (linear, conv)}
 
 # Modules that hand their parameters to one of these functions; other modules' small parameters are copied instead.
 FUNCTIONAL = (nn.Linear, Conv1D, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _ConvNd, ParametrizationList)

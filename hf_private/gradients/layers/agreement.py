@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from .attribution import UncoveredError
+from .once import is_same
 from .shared import Shared
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def _leaf(x: Any, one: bool) -> Any:
     if one:
         return x.copies[0].detach().clone().requires_grad_()
     same = x.copies[:1].detach().expand_as(x.copies)  # dropout in training has made them differ
-    return x.with_copies(same.clone().requires_grad_())
+    return x.with_copies((same if is_same(x.copies) else same.clone()).requires_grad_())
 
 
 def _changeable(leaves: list[Any]) -> list[Any]:

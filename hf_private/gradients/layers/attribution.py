@@ -26,6 +26,7 @@ lengths for this reason.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -38,9 +39,12 @@ from torch.linalg import vector_norm
 from hf_private.gradients.persample import widen
 
 if TYPE_CHECKING:
+    from hf_private.gradients.ragged import Route
+
     from .tap import Tap
 
 PART = "@"  # between a parameter's name and the part of it: `experts.down_proj@3`, `lm_head.weight@T`
+EXPERT = re.compile(rf"({PART}I)\d+")  # which of the experts a part is: see parts.py
 Names = tuple[str | None, ...]  # of the parameters in one call
 SMALLEST = 1e-30  # output gradients below this are no evidence
 
@@ -129,15 +133,26 @@ class Attribution:
         records = tap.batch_size
         if records == 1:
             return False
-        layout = tap.layouts.get((self._inputs, names, len(leading)))
+        layout = tap.layouts.get(self._key(tap, names, len(leading)))
         if layout is None or not layout.covers(leading, records, tap.num_rows):
             self._new = True
             return True
         return False
 
+    def _key(self, tap: Tap, names: Names, rank: int) -> tuple:
+        """What a layout is remembered by. A module of experts uses each of them in the same way, and a batch may bring
+        some of them rows of one record only, which show nothing."""
+        kinds = tuple(name and EXPERT.sub(r"\1", name) for name in names) if tap.has_experts else names
+        return self._inputs, kinds, rank
+
     def require(self) -> None:
         """Have this batch measured: copies of a parameter meet activations of new shapes."""
         self._new = True
+
+    @property
+    def is_due(self) -> bool:
+        """Whether something in this batch was not measured before."""
+        return self._new
 
     def measure(self, losses: Tensor, sharded: bool) -> bool:
         """Run the backward pass of weighted losses if one of the announced uses is new. Returns whether it ran."""
@@ -160,21 +175,26 @@ class Attribution:
         dist.all_reduce(needed, dist.ReduceOp.MAX)
         return bool(needed)
 
-    def axis(self, tap: Tap, names: Names, ds: Tensor, rank: int, remember: bool = True) -> int | None:
-        """The axis among the first `rank` of `ds` that holds the records, None in the pass of weighted losses."""
+    def axis(
+        self, tap: Tap, names: Names, ds: Tensor, rank: int, remember: bool = True, route: Route | None = None
+    ) -> int | None:
+        """The axis among the first `rank` of `ds` that holds the records, None in the pass of weighted losses.
+
+        With a `route`, `ds` (rows, features) has its records on the first axis, in any order.
+        """
         if self._recording:
             self._weighted.setdefault((tap, names), []).append(ds)
             return None
         if tap.batch_size == 1:
             return 0
-        key = (self._inputs, names, rank)
+        key = self._key(tap, names, rank)
         layout = tap.layouts.get(key)
         if ds.is_meta:
             return 0
         if self._weights is None and layout is not None and layout.axis is not None:
             return layout.axis
         queue = self._weighted.get((tap, names))
-        found = self._find(tap, ds, queue.pop(0), rank, layout) if queue else None
+        found = self._find(tap, ds, queue.pop(0), rank, layout, route) if queue else None
         if found is None:
             shown = " and ".join(f"`{name.partition(PART)[0]}`" for name in names if name)
             raise UncoveredError(
@@ -189,32 +209,42 @@ class Attribution:
                 layout = tap.layouts[key] = Layout(axis)
             elif layout.axis != axis:
                 layout.axis = None
-            if entries := entries_per_row(ds.shape[axis], tap.batch_size, tap.num_rows):
+            length = tap.batch_size if route else ds.shape[axis]
+            if entries := entries_per_row(length, tap.batch_size, tap.num_rows):
                 layout.calls.setdefault(entries, 1)
         return axis
 
     def _find(
-        self, tap: Tap, ds: Tensor, weighted: Tensor, rank: int, layout: Layout | None
+        self, tap: Tap, ds: Tensor, weighted: Tensor, rank: int, layout: Layout | None, route: Route | None
     ) -> tuple[int, bool] | None:
         """An axis along which `weighted` is `ds` times the records' weights, and whether that can be relied on later:
         it is the only one, and two records or more say so. None if there is no such axis."""
         if ds.shape != weighted.shape:
             return None
         assert self._weights is not None, "`weighted` is of a pass with weights"
-        records = tap.batch_size
-        w = self._weights.to(widen(ds)).unsqueeze(1)
+        records, w = tap.batch_size, self._weights.to(widen(ds))
         limit = torch.finfo(ds.dtype).eps ** 0.5
-        fitting, reached = [], 0
+        if route is not None:
+            fits, reached = _scales(widen(ds), widen(weighted), w[route.records], limit)
+            return (0, len(route.records[reached].unique()) > 1) if fits else None
+        fitting, shown = [], 0
         for axis in sorted(range(rank), key=lambda axis: layout is not None and axis != layout.axis):
             if ds.shape[axis] % records:
                 continue
             plain, scaled = (widen(x).movedim(axis, 0).reshape(records, -1) for x in (ds, weighted))
-            length, error = vector_norm(plain, dim=1), vector_norm(scaled - w * plain, dim=1)
-            finite = torch.isfinite(length)  # a record that is not finite is removed later, and shows nothing
-            if bool(((error <= limit * length * w.abs().squeeze(1) + SMALLEST) | ~finite).all()):
+            fits, reached = _scales(plain, scaled, w, limit)
+            if fits:
                 fitting.append(axis)
-                reached = int(((length > SMALLEST) & finite).sum())
-        return (fitting[0], len(fitting) == 1 and reached > 1) if fitting else None
+                shown = int(reached.sum())
+        return (fitting[0], len(fitting) == 1 and shown > 1) if fitting else None
+
+
+def _scales(plain: Tensor, scaled: Tensor, w: Tensor, limit: float) -> tuple[bool, Tensor]:
+    """Whether each row of `scaled` is that of `plain` times its weight, and which rows are evidence of it."""
+    length, error = vector_norm(plain, dim=1), vector_norm(scaled - w.unsqueeze(1) * plain, dim=1)
+    finite = torch.isfinite(length)  # a record that is not finite is removed later, and shows nothing
+    fits = bool(((error <= limit * length * w.abs() + SMALLEST) | ~finite).all())
+    return fits, (length > SMALLEST) & finite
 
 
 def weights(records: int, like: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_private.gradients.persample import Dense, Outer, widen
+from hf_private.gradients.persample import Dense, Outer, forming_is_smaller, widen
 
 from .tap import AutogradOnlyError, Tap
 
@@ -25,9 +25,10 @@ def patches(x: Tensor, kernel: tuple[int, ...], stride: list[int], padding: list
 class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, graph_root, x: Tensor, weight: Tensor, bias, stride, padding, dilation, groups: int, tap: Tap, names
+        ctx, graph_root, x: Tensor, weight: Tensor, bias, copies, geometry: tuple, groups: int, tap: Tap, names
     ):
-        ctx.tap, ctx.names, ctx.geometry = tap, names, (stride, padding, dilation)
+        stride, padding, dilation = geometry
+        ctx.tap, ctx.names, ctx.geometry, ctx.computed = tap, names, geometry, copies is not None
         ctx.groups, ctx.dtype = groups, x.dtype
         ctx.save_for_backward(x, weight)
         return CONVOLUTIONS[len(stride)](x, weight, bias, stride, padding, dilation, groups)
@@ -40,30 +41,44 @@ class _Conv(torch.autograd.Function):
         weight_name, bias_name = ctx.names
         records, flat = ctx.tap.batch_size, dy.flatten(2)  # (B, out, positions)
         axis = ctx.tap.axis(ctx.names, dy, 1)
+        g = None
         if bias_name and axis is not None:
             ctx.tap.observe(bias_name, Dense(widen(flat).sum(2).view(records, -1, flat.shape[1]).sum(1)))
-        if weight_name and axis is not None:
-            a = patches(x, weight.shape[2:], stride, padding, dilation)
-            if ctx.groups == 1:
-                value = Outer(ctx.tap.rows(flat.transpose(1, 2)), ctx.tap.rows(a.flatten(2)), weight.shape)
+        if weight_name and (axis is not None or ctx.computed):
+            positions, rows = flat.shape[2] * len(x) // records, len(x) // records
+            if forms(x.device, ctx.groups, positions, weight.shape):
+                pairs = zip(widen(dy).split(rows), widen(x).split(rows), strict=True)
+                each = [conv_backward(*pair, widen(weight), ctx.geometry, ctx.groups, of="weight") for pair in pairs]
+                value = Dense(torch.stack(each))
             else:
-                value = Dense(grouped_gradients(widen(flat), widen(a), ctx.groups, weight.shape, records))
-            ctx.tap.observe(weight_name, value)
+                a = patches(x, weight.shape[2:], stride, padding, dilation)
+                value = Outer(ctx.tap.rows(flat.transpose(1, 2)), ctx.tap.rows(a.flatten(2)), weight.shape)
+            if ctx.computed:
+                g = value.dense()
+            else:
+                ctx.tap.observe(weight_name, value)
         dx = None
         if ctx.needs_input_grad[1]:
-            dx = torch.ops.aten.convolution_backward(
-                dy, x.to(dy.dtype), weight.to(dy.dtype), None, stride, padding, dilation, False,
-                [0] * len(stride), ctx.groups, [True, False, False],
-            )[0].to(ctx.dtype)  # fmt: skip
-        return None, dx, *[None] * 8
+            dx = conv_backward(dy, x, weight, ctx.geometry, ctx.groups, of="input").to(ctx.dtype)
+        return None, dx, None, None, g, *[None] * 4
 
 
-def grouped_gradients(dy: Tensor, a: Tensor, groups: int, shape: torch.Size, records: int) -> Tensor:
-    """Per-sample gradients (N, *shape) of a grouped convolution: each group sees its own channels only."""
-    dy = dy.unflatten(1, (groups, -1))  # (B, g, out / g, positions)
-    a = a.unflatten(2, (groups, -1)).flatten(3)  # (B, positions, g, in / g * kernel)
-    g = torch.einsum("ngot,ntgi->ngoi", dy, a)
-    return g.reshape(len(g), *shape).view(records, -1, *shape).sum(1)
+def forms(device: torch.device, groups: int, positions: int, shape: torch.Size) -> bool:
+    """Whether to form the gradients, record by record: always with groups, which see their own channels only, and on a
+    CPU wherever they are smaller than the patches."""
+    fast = device.type in ("cpu", "meta")  # others would start too many kernels
+    return groups > 1 or fast and forming_is_smaller(positions, shape[0], shape[1:].numel())
+
+
+def conv_backward(dy: Tensor, x: Tensor, weight: Tensor, geometry: tuple, groups: int, of: str) -> Tensor:
+    """The gradient of the input, or of the weight, summed over the rows of `x`."""
+    stride, padding, dilation = geometry
+    x, weight = x.to(dy.dtype), weight.to(dy.dtype)
+    found = torch.ops.aten.convolution_backward(
+        dy, x, weight, None, stride, padding, dilation, False, [0] * len(stride), groups,
+        [of == "input", of == "weight", False],
+    )  # fmt: skip
+    return found[0] if of == "input" else found[1]
 
 
 def conv(
@@ -92,6 +107,6 @@ def conv(
     padding = [padding] * spatial if isinstance(padding, int) else list(padding)
     names = (tap.name(weight), tap.name(bias))
     tap.announce(names, input.shape[:1])
-    return _Conv.apply(
-        tap.graph_root, input, tap.detached(weight), tap.detached(bias), stride, padding, dilation, groups, tap, names
-    )
+    geometry = stride, padding, dilation
+    copies, weight, bias = tap.copies(weight), tap.detached(weight), tap.detached(bias)
+    return _Conv.apply(tap.graph_root, input, weight, bias, copies, geometry, groups, tap, names)

@@ -17,11 +17,12 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .agreement import agreement, restored
 from .attribution import UncoveredError
+from .once import is_same, once
 from .routed import Routed
 from .shared import Shared, refusal
 from .tapped import Tapped, is_in_place
 
-# With a copy of a weight per record they take the memory of formed gradients.
+# The gradients of a weight in them are formed for each record, which counts where they are more than the activations.
 PRODUCTS = frozenset(
     "linear matmul mm bmm baddbmm __matmul__ __rmatmul__ einsum conv1d conv2d conv3d conv_transpose1d "
     "conv_transpose2d lstm gru multi_head_attention_forward addmm tensordot grouped_mm".split()
@@ -40,9 +41,10 @@ def with_copies(func: Callable, args: tuple, kwargs: dict, factor: bool = False)
     leaves = [Shared.of(x) if isinstance(x, Tapped) else x for x in leaves]
     shared = [x for x in leaves if isinstance(x, Shared)]
     call = CopiedCall(func, spec, leaves, shared, is_in_place(func, kwargs), factor)
-    call.tap.book.copied |= call.names
     if not factor and getattr(func, "__name__", "") in PRODUCTS:
-        call.tap.book.formed |= call.names
+        largest = max((x.numel() for x in leaves if isinstance(x, Tensor) and not isinstance(x, Shared)), default=0)
+        if any(call.records * x.numel() > largest for x in shared):
+            call.tap.book.formed |= call.names & call.tap.book.copied
     if func.__class__.__name__ == "method-wrapper" and func.__name__ == "__get__":
         return call.run()
     if any(isinstance(x, Routed) for x in leaves):
@@ -70,6 +72,8 @@ class CopiedCall:
         self.tap, self.names = shared[0].tap, frozenset().union(*(s.entries for s in shared))
         self.new = any(s.fresh for s in shared)
         self.in_place, self.factor = in_place, factor
+        if in_place and isinstance(leaves[0], Shared):
+            leaves[0].own_memory()
         self.records, self.rows = self.tap.batch_size, self.tap.num_rows
         # The axes that such calls had where lengths left no choice, as in the self-check's batches: tried first.
         kinds = (func, str(spec), *(x.dim() if isinstance(x, Tensor) else None for x in leaves))
@@ -150,6 +154,18 @@ class CopiedCall:
         return tree_map(lambda x: self.wrap(x) if isinstance(x, Tensor) else x, self.for_all(self.leaves, loop))
 
     def for_all(self, leaves: list[Any], loop: bool) -> Any:
+        places = [i for i, x in enumerate(leaves) if isinstance(x, Shared)]
+        others = [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, Shared)]
+        copies = [leaves[i].copies for i in places]
+        if not (loop or self.in_place or any(x.requires_grad for x in others)) and all(map(is_same, copies)):
+
+            def call(*values: Tensor) -> Any:
+                found = list(leaves)
+                for i, x in zip(places, values, strict=True):
+                    found[i] = x
+                return self.call(found)
+
+            return once(call, copies)
         inputs = [x.copies if isinstance(x, Shared) else x for x in leaves]
         return self.vmapped(inputs, [0 if isinstance(x, Shared) else None for x in leaves], loop)
 
@@ -159,7 +175,13 @@ class CopiedCall:
     def wrap(self, copies: Tensor) -> Any:
         if not copies.requires_grad and not copies.is_floating_point():
             return copies[0]  # an index, a comparison: the same for all records
-        return Shared(copies, self.tap, self.names, self.new)
+        value = Shared(copies, self.tap, self.names, self.new)
+        memory = copies.untyped_storage().data_ptr()
+        for other in self.shared:
+            if is_same(other.copies) and other.copies.untyped_storage().data_ptr() == memory:  # one is a view
+                other.aliases.append(value.aliases[0])
+                value.aliases = other.aliases
+        return value
 
     def run_sized(self) -> Tensor | None:
         """`expand` and `repeat` to one row per row of the batch."""

@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from .attention import attention
 from .copied_call import with_copies
 from .low_rank import low_rank
+from .recurrent import CELLS, is_recurrent
+from .routed import Routed
 from .shared import Shared
-from .tap import AutogradOnlyError
-from .tapped import Tapped, is_in_place, part_of, plainly
+from .tap import AutogradOnlyError, is_computed
+from .tapped import Tapped, is_in_place, leaves, part_of, plainly
 
 # What asks for the shape or the kind of a tensor.
 ATTRIBUTES = (
@@ -36,7 +37,7 @@ def dispatch(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Call a torch function that takes a parameter, or a value computed from parameters alone."""
     if func in METADATA:
         return plainly(func, args, kwargs)
-    found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, (Tapped, Shared))]
+    found = [x for x in leaves((args, kwargs)) if isinstance(x, (Tapped, Shared))]
     tap = found[0].tap
     if not tap.book.has_batch:
         return plainly(func, args, kwargs)
@@ -63,20 +64,24 @@ def dispatch(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 def _rule(func: Callable, args: tuple, kwargs: dict) -> Callable | None:
     """The rule of a function, if the parameters of the call are where it wants them."""
-    from . import EITHER, INPUTS, RULES, TAKE_SHARED
+    from . import COMPUTED, EITHER, INPUTS, RULES, TAKE_SHARED
 
     rule = RULES.get(func)
     if rule is None:
         return None
     if rule is attention:  # it takes parameters in any place, and leaves none for the call that it makes itself
         return rule if any(isinstance(x, Tapped) for x in (*args, *kwargs.values())) else None
+    if func in CELLS:
+        return rule if len(args) > 2 and is_recurrent(args[2]) else None
     place, sharing = INPUTS.get(func, 0), TAKE_SHARED.get(func)
     for index, x in enumerate((*args, *kwargs.values())):
-        if isinstance(x, Shared) and index != sharing:
+        if isinstance(x, Shared) and index != sharing and not (index == 1 and func in COMPUTED and type(x) is Shared):
             return None
         if isinstance(x, Tapped) and index == place != sharing and func not in EITHER:
             return None
+    if is_computed(args[1] if len(args) > 1 else None):
+        return rule if func in COMPUTED and type(args[0]) in (Tensor, Routed) else None
     if func in EITHER:
-        return rule if any(isinstance(x, Tapped) for x in tree_leaves(args)) else None
+        return rule if any(isinstance(x, Tapped) for x in leaves(args)) else None
     parameters = [x for i, x in enumerate((*args, *kwargs.values())) if i != place and isinstance(x, Tapped)]
     return rule if parameters else None

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from .linear import linear
+from .linear import linear, of_all
 from .tap import AutogradOnlyError, Tap
 from .tapped import Tapped
 
@@ -35,8 +36,16 @@ def einsum(tap: Tap, equation: Any, *operands: Any) -> Tensor:
     for c in summed:
         columns *= sizes[c]
     matrix = w.reshape(-1, columns) if of_w == made + summed else w.reshape(columns, -1).t()
-    if not x.requires_grad and (x.dim() < 3 or tap.num_rows not in x.shape[:-1]):  # perhaps a table of positions
-        raise AutogradOnlyError(f"`{tap.path}` takes a weight in {equation!r}.")
     rows = x.permute([of_x.index(c) for c in kept + summed]).flatten(len(kept))
-    y = linear(tap, rows, matrix).unflatten(-1, [sizes[c] for c in made])
+    if type(x) is Tensor and not x.requires_grad and (x.dim() < 3 or tap.num_rows not in x.shape[:-1]):
+        # A table of positions, unless it has as many rows as there are records; then another batch shows what it is.
+        clear = tap.num_rows not in x.shape and tap.leading not in x.shape
+        hints = tap.hints.setdefault((torch.einsum, equation), set())
+        hints |= {()} if clear else set()
+        if tap.lone or tap.book.sharded or not hints:
+            raise AutogradOnlyError(f"`{tap.path}` takes a weight in {equation!r}.")
+        y = of_all(tap, rows, matrix)
+    else:
+        y = linear(tap, rows, matrix)
+    y = y.unflatten(-1, [sizes[c] for c in made])
     return y.permute([(kept + made).index(c) for c in result])

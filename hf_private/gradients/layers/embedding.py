@@ -6,6 +6,7 @@ from torch import Tensor
 
 from hf_private.gradients.persample import Rows
 
+from .once import expanded
 from .shared import Shared
 from .tap import Tap, UncoveredError
 
@@ -13,11 +14,11 @@ from .tap import Tap, UncoveredError
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, graph_root, index: Tensor, weight: Tensor, padding_idx: int | None, tap: Tap, name: str
+        ctx, graph_root, index: Tensor, weight: Tensor, padding_idx: int | None, tap: Tap, name: str, once=False
     ) -> Tensor:
         ctx.tap, ctx.parameter, ctx.padding_idx, ctx.shape = tap, name, padding_idx, weight.shape
         ctx.save_for_backward(index)
-        return F.embedding(index, weight)
+        return expanded(F.embedding(index[0], weight), len(index)) if once else F.embedding(index, weight)
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor) -> tuple:
@@ -25,12 +26,12 @@ class _Embedding(torch.autograd.Function):
         (index,) = ctx.saved_tensors
         axis = ctx.tap.axis((ctx.parameter,), ds, index.dim())
         if axis is None:
-            return None, None, None, None, None, None
+            return (*[None] * 7,)
         index, ds = ctx.tap.rows(index.unsqueeze(-1), axis).squeeze(-1), ctx.tap.rows(ds, axis)
         if ctx.padding_idx is not None:
             ds = ds.masked_fill((index == ctx.padding_idx % ctx.shape[0]).unsqueeze(-1), 0)
         ctx.tap.observe(ctx.parameter, Rows(index, ds, ctx.shape))
-        return None, None, None, None, None, None
+        return (*[None] * 7,)
 
 
 def embedding(
@@ -52,9 +53,9 @@ def embedding(
     name = tap.name(weight)
     # Ids without records, as of positions: autograd would sum over the batch before the rule sees the gradient.
     if tap.batch_size > 1 and not tap.book.sharded and (is_prompt(tap.path) or _is_shared(tap, input)):
-        ids = input.unsqueeze(0).expand(tap.batch_size, *input.shape)
+        ids = expanded(input, tap.batch_size)
         new = tap.announce((name,), ids.shape)
-        rows = _Embedding.apply(tap.graph_root, ids, tap.detached(weight), padding_idx, tap, name)
+        rows = _Embedding.apply(tap.graph_root, ids, tap.detached(weight), padding_idx, tap, name, True)
         return Shared(rows, tap, frozenset([str(name)]), new)
     if input.dim() > 1 and input.shape[0] == 1 and tap.leading > 1:
         input = input.expand(tap.leading, *input.shape[1:])

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from hf_private.gradients.persample import Dense, widen
 
+from .once import expanded, is_same
 from .special import is_special, special
 from .tap import AutogradOnlyError, Tap, copied
 
@@ -13,9 +14,11 @@ from .tap import AutogradOnlyError, Tap, copied
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, graph_root, x: Tensor, shape: list[int], weight, bias, eps: float, tap: Tap, names: tuple
+        ctx, graph_root, x: Tensor, shape: list[int], weight, bias, eps: float, tap: Tap, names: tuple, once: bool
     ) -> Tensor:
-        y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        y, mean, rstd = torch.native_layer_norm(x[0] if once else x, shape, weight, bias, eps)
+        if once:
+            y, mean, rstd = (expanded(part, len(x)) for part in (y, mean, rstd))
         ctx.tap, ctx.names, ctx.shape, ctx.eps = tap, names, shape, eps
         ctx.save_for_backward(x, mean, rstd, weight, bias)
         return y
@@ -38,10 +41,11 @@ class _LayerNorm(torch.autograd.Function):
             ctx.tap.observe(bias_name, Dense(rows.sum(1).view(-1, *ctx.shape)))
         dx = None
         if ctx.needs_input_grad[1]:
+            x, mean, rstd = (part.contiguous() for part in (x, mean, rstd))  # of what records share, they are views
             dx = torch.ops.aten.native_layer_norm_backward(
                 dy.to(x.dtype).contiguous(), x, ctx.shape, mean, rstd, weight, bias, [True, False, False]
             )[0]
-        return None, dx, None, None, None, None, None, None
+        return None, dx, *[None] * 7
 
 
 def layer_norm(
@@ -53,14 +57,20 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """Rule for `F.layer_norm`: input (..., *normalized_shape)."""
-    if is_special(tap, input) and (rule := special(tap, input)):
-        return rule(lambda x: layer_norm(tap, x, normalized_shape, weight, bias, eps))
+    return _layer_norm(tap, input, normalized_shape, weight, bias, eps)
+
+
+def _layer_norm(
+    tap: Tap, input: Tensor, shape, weight: Tensor | None, bias: Tensor | None, eps: float, once: bool = False
+) -> Tensor:
+    if not once and is_special(tap, input) and (rule := special(tap, input)):
+        return rule(lambda x: _layer_norm(tap, x, shape, weight, bias, eps, is_same(x)))
     names = (tap.name(weight), tap.name(bias))
-    tap.announce(names, input.shape[: input.dim() - len(normalized_shape)])
+    tap.announce(names, input.shape[: input.dim() - len(shape)])
     weight, bias = tap.detached(weight), tap.detached(bias)
     if weight is not None and weight.dtype != input.dtype:  # autocast: half-precision input, float32 weights
         input = input.to(weight.dtype)
-    return _LayerNorm.apply(tap.graph_root, input, list(normalized_shape), weight, bias, eps, tap, names)
+    return _LayerNorm.apply(tap.graph_root, input, list(shape), weight, bias, eps, tap, names, once)
 
 
 def _affine(tap: Tap, y: Tensor, parameter: Tensor | None, first_axis: int, add: bool) -> Tensor:

@@ -2,8 +2,8 @@
 
 An experts module gets the tokens of all records, (N * T, d), and picks rows for each expert. Which record a picked row
 belongs to follows from the index it was picked with. `Routed` rows carry that along, through functions of which row i
-of the result depends on row i alone. A rule pads them to (N, most rows of one record, d), with the records in front,
-and `Attribution` measures that they are.
+of the result depends on row i alone. `Attribution` measures that the gradient of a row is that of its record. Linear
+layers take the rows as they are (`ragged.py`), other rules pad them to (N, most rows of one record, d).
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from .tapped import Tapped
+from hf_private.gradients.ragged import Route
+
+from .tapped import Tapped, leaves
 
 if TYPE_CHECKING:
     from .tap import Tap
@@ -33,31 +35,6 @@ ROWWISE = frozenset(
 
 # What transformers' experts call the argument that tells for each row which experts it goes to.
 CHOICES = ("top_k_index", "router_indices", "selected_experts", "router_mask")
-
-
-class Route:
-    """Whose record each of some rows is: `records` (R,) of N."""
-
-    def __init__(self, records: Tensor, number: int) -> None:
-        self.records, self.number = records, number
-        order = records.argsort(stable=True)
-        counts = torch.bincount(records, minlength=number)
-        self.width = int(counts.max()) if len(records) else 0  # most rows of one record
-        first = counts.cumsum(0) - counts
-        within = torch.empty_like(records)
-        within[order] = torch.arange(len(records), device=records.device) - first[records[order]]
-        self.place = records * self.width + within
-
-    def padded(self, x: Tensor) -> Tensor:
-        """Rows (R, ...) as (N, width, ...), with zeros where a record has fewer."""
-        empty = x.new_zeros(self.number * self.width, *x.shape[1:])
-        return empty.index_copy(0, self.place, x).unflatten(0, (self.number, self.width))
-
-    def unpadded(self, x: Tensor) -> Tensor:
-        return x.flatten(0, 1).index_select(0, self.place)
-
-    def picked(self, index: Tensor) -> Route:
-        return Route(self.records[index], self.number)
 
 
 class Routed(Tensor):
@@ -77,18 +54,28 @@ class Routed(Tensor):
         from .shared import Shared
 
         kwargs = kwargs or {}
-        leaves = tree_leaves((args, kwargs))
-        if any(isinstance(x, (Tapped, Shared)) for x in leaves):
+        found = list(leaves((args, kwargs)))
+        if any(isinstance(x, (Tapped, Shared)) for x in found):
             return dispatch(func, args, kwargs)
-        first = next(x for x in leaves if isinstance(x, Routed))
-        args, kwargs = tree_map(lambda x: x.as_subclass(Tensor) if isinstance(x, Routed) else x, (args, kwargs))
+        first = next(x for x in found if isinstance(x, Routed))
+        args, kwargs = _each(args, _plain), {key: _each(x, _plain) for key, x in kwargs.items()}
         result = func(*args, **kwargs)
         route = _route(func, first.route, args, kwargs)
         if route is None:
             return result
         rows = len(route.records)
-        keep = lambda x: Routed.of(x, route) if isinstance(x, Tensor) and _rows(x, rows) else x  # noqa: E731
-        return tree_map(keep, result)
+        return _each(result, lambda x: Routed.of(x, route) if isinstance(x, Tensor) and _rows(x, rows) else x)
+
+
+def _plain(x: Any) -> Any:
+    return x.as_subclass(Tensor) if isinstance(x, Routed) else x
+
+
+def _each(x: Any, change: Callable) -> Any:
+    """`change` of a value, or of all those in a list or a tuple: torch's trees take longer than the functions here."""
+    if type(x) in (list, tuple):
+        return type(x)(_each(y, change) for y in x)
+    return tree_map(change, x) if isinstance(x, (list, tuple, dict)) else change(x)
 
 
 def _rows(x: Tensor, rows: int) -> bool:

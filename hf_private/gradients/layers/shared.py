@@ -1,9 +1,10 @@
 """Values that all records share: a parameter that no rule knows, and what is computed of parameters alone.
 
 Each record gets its own copy, (N, *shape), behind a tensor that looks to the model like the value itself, of `shape`.
-A function of such values runs for each record (torch.vmap), so a table of relative positions, the norm that is applied
-to it and the projection of both stay values that all records share. Where one meets an activation, record n's copy
-meets the rows of record n, and an ordinary tensor leaves: the gradient of the copies is the per-sample gradient.
+A function of such values runs once (`once.py`), so a table of relative positions, the norm that is applied to it and
+the projection of both stay values that all records share. Where one meets an activation, record n's copy meets the
+rows of record n, and an ordinary tensor leaves: the gradient of the copies is the per-sample gradient. A weight that
+is computed meets them by the rule of a linear layer or a convolution, which forms that gradient.
 
 `dispatch.py` sends calls to rules, parts or copies, `copied_call.py` runs a call with copies, and `agreement.py`
 compares it with the call without them.
@@ -13,12 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from .attribution import PART, UncoveredError
+from .once import is_same
 from .tap import Tap, copied
 from .tapped import Tapped, plainly
 
@@ -30,6 +33,7 @@ class Shared(Tensor):
     tap: Tap  # of the parameter that it was made from
     entries: frozenset[str]  # names of all of them
     fresh: bool  # whether a use of one of them is new, so that results are checked
+    aliases: list[ref]  # of the values that are views of the same memory, itself included
 
     @staticmethod
     def __new__(cls, copies: Tensor, tap: Tap, names: frozenset[str], fresh: bool) -> Shared:
@@ -41,8 +45,27 @@ class Shared(Tensor):
     def of(cls, tapped: Tapped) -> Shared:
         """A parameter, once per record."""
         new = tapped.tap.announce((tapped.entry,), torch.Size([tapped.tap.batch_size]))
+        tapped.tap.book.copied.add(tapped.entry)
         copies = copied(tapped.tap, tapped.plain, tapped.entry)
         return cls(copies, tapped.tap, frozenset([tapped.entry]), new)
+
+    @property
+    def entry(self) -> str:
+        """What a rule calls it that takes it for a weight."""
+        return "=" + "+".join(sorted(self.entries))
+
+    @property
+    def plain(self) -> Tensor:
+        """The value outside the graph, if all copies are the same."""
+        return self.copies[0].detach()
+
+    def own_memory(self) -> None:
+        """Give the copies memory of their own, before a function changes them in place."""
+        if not is_same(self.copies):
+            return
+        if sum(alias() is not None for alias in self.aliases) > 1:
+            raise refusal(self.entries, self.tap, "a function changes it in place, and it has views")
+        self.copies = self.copies.clone()
 
     def with_copies(self, copies: Tensor) -> Shared:
         return Shared(copies, self.tap, self.entries, self.fresh)
@@ -66,7 +89,8 @@ def wrapper(
     shared: Any = torch.Tensor._make_wrapper_subclass(
         cls, shape, dtype=like.dtype, device=like.device, requires_grad=like.is_floating_point()
     )
-    shared.tap, shared.entries, shared.fresh = tap, names, fresh
+    shared.tap, shared.entries, shared.fresh, shared.aliases = tap, names, fresh, []
+    shared.aliases.append(ref(shared))
     if like.is_floating_point():  # what does not ask here first must not lose the gradient
         plainly(Tensor.register_hook, (shared, _Leaked(names, tap)), {})
     return shared

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from .once import expanded
 from .routed import Routed
 from .tap import Tap
 from .tapped import Tapped
@@ -30,8 +31,9 @@ def special(tap: Tap, x: Tensor) -> Callable[[Rule], Tensor] | None:
         route = x.route
         return lambda rule: Routed.of(route.unpadded(rule(route.padded(x.as_subclass(Tensor)))), route)
     if type(x) is Tensor and not tap.book.sharded and not _has_records(x, tap.batch_size):
-        copies = x.unsqueeze(0).expand(tap.batch_size, *x.shape)
-        return lambda rule: Shared(rule(copies), tap, frozenset(tap.names.values()), True)
+        copies = expanded(x, tap.batch_size)
+        names, attribution = frozenset(tap.names.values()), tap.book.attribution
+        return lambda rule: Shared(rule(copies), tap, names, attribution.is_due)
     return None
 
 

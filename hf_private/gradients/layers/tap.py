@@ -7,8 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_private.gradients.persample import Dense, PerSample
+from hf_private.gradients.ragged import Route
 
 from .attribution import Attribution, Names, UncoveredError
+from .once import expanded
+from .routed import is_experts
 from .tapped import Tapped
 
 FREEZE = "freeze it (`parameter.requires_grad_(False)`)"
@@ -25,7 +28,7 @@ class Book(Protocol):
     leading: int
     expanded: set[str]  # paths of embeddings whose positions (1, T) became (N, T)
     copied: set[str]  # parameters that no rule knows: each record has a copy where they are used
-    formed: set[str]  # those of them that are multiplied with activations: their copies cost as much as gradients
+    formed: set[str]  # those of them that are multiplied with activations, so that large gradients are formed
     sharded: bool
     rows_per_record: int
     attribution: Attribution
@@ -56,6 +59,7 @@ class Tap:
         self.path = path
         self.names = names
         self.layouts = book.attribution.layouts(module)
+        self.has_experts = is_experts(type(module))
         self.merges, self.hints = book.attribution.merges(module), book.attribution.hints(module)
         places = [(local, *local.rpartition(".")[::2]) for local in names]
         self._places = {local: (module.get_submodule(owner)._parameters, leaf) for local, owner, leaf in places}
@@ -96,8 +100,8 @@ class Tap:
 
         Sharded training swaps the parameter objects around each forward, so there it is looked up.
         """
-        if isinstance(tensor, Tapped):
-            return tensor.entry
+        if isinstance(tensor, Tapped) or is_computed(tensor):
+            return tensor.entry  # pyrefly: ignore[missing-attribute]
         for local, (parameters, leaf) in self._places.items():
             if parameters[leaf] is tensor:
                 return self.names[local]
@@ -132,8 +136,8 @@ class Tap:
         """`tensor` outside the graph: a parameter of this module, or one that is frozen."""
         if tensor is None:
             return None
-        if isinstance(tensor, Tapped):
-            return tensor.plain
+        if isinstance(tensor, Tapped) or is_computed(tensor):
+            return tensor.plain  # pyrefly: ignore[missing-attribute]
         if tensor.requires_grad and self.name(tensor) is None:
             raise AutogradOnlyError(
                 f"`{self.path}` ({type(self.module).__name__}) computes a weight of shape {tuple(tensor.shape)} from "
@@ -144,6 +148,10 @@ class Tap:
     def observe(self, name: str, value: PerSample) -> None:
         self.book.observe(name, value)
 
+    def copies(self, weight: Tensor | None) -> Tensor | None:
+        """The copies (N, *shape) of a weight that is computed of parameters, which autograd leads to; else None."""
+        return weight.copies if is_computed(weight) else None  # pyrefly: ignore[missing-attribute]
+
     def announce(self, names: Names, leading: torch.Size) -> bool:
         """Tell the book, in the forward pass, of a use whose output has the axes `leading`, then features.
 
@@ -151,9 +159,14 @@ class Tap:
         """
         return self.book.attribution.announce(self, names, leading)
 
-    def axis(self, names: Names, ds: Tensor, rank: int, remember: bool = True) -> int | None:
-        """The axis among the first `rank` of an output gradient that holds the records; None: write nothing."""
-        return self.book.attribution.axis(self, names, ds, rank, remember)
+    def axis(
+        self, names: Names, ds: Tensor, rank: int, remember: bool = True, route: Route | None = None
+    ) -> int | None:
+        """The axis among the first `rank` of an output gradient that holds the records; None: write nothing.
+
+        With a `route`, that is the axis of its rows.
+        """
+        return self.book.attribution.axis(self, names, ds, rank, remember, route)
 
     def rows(self, x: Tensor, axis: int = 0) -> Tensor:
         """View `x` (leading axes, features) as (N, T, features), for records on `axis`.
@@ -174,6 +187,13 @@ class Tap:
         )
 
 
+def is_computed(weight: Any) -> bool:
+    """Whether a weight is a value that all records share (`shared.py`), not a parameter."""
+    from .shared import Shared
+
+    return type(weight) is Shared
+
+
 def plain(parameter: Tensor) -> Tensor:
     """A parameter outside the graph."""
     return parameter.plain if isinstance(parameter, Tapped) else parameter.detach()
@@ -185,7 +205,7 @@ class _Copies(torch.autograd.Function):
     @staticmethod
     def forward(ctx, graph_root: Tensor, parameter: Tensor, tap: Tap, name: str) -> Tensor:
         ctx.tap, ctx.parameter = tap, name
-        return parameter.unsqueeze(0).repeat(tap.batch_size, *[1] * parameter.dim())
+        return expanded(parameter, tap.batch_size)
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor) -> tuple:

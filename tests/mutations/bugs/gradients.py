@@ -189,7 +189,7 @@ MUTANTS = (
                 "        needed = False",
             ),
             (
-                "        found = self._find(tap, ds, queue.pop(0), rank, layout) if queue else None",
+                "        found = self._find(tap, ds, queue.pop(0), rank, layout, route) if queue else None",
                 "        found = 0, False",
             ),
         ),
@@ -210,13 +210,13 @@ MUTANTS = (
     Mutant(
         "a layer without a gradient yet counts as measured",
         "gradients/layers/attribution.py",
-        (("len(fitting) == 1 and reached > 1", "True"),),
+        (("len(fitting) == 1 and shown > 1", "True"),),
         "tests/gradients/test_attribution.py::test_what_has_no_gradient_yet_is_measured_later",
     ),
     Mutant(
         "a layout that fits by chance is remembered",
         "gradients/layers/attribution.py",
-        (("len(fitting) == 1 and reached > 1", "reached > 1"),),
+        (("len(fitting) == 1 and shown > 1", "shown > 1"),),
         "tests/gradients/test_attribution.py::test_a_layout_that_is_not_the_only_one_that_fits_is_not_remembered",
     ),
     Mutant(
@@ -527,5 +527,82 @@ MUTANTS = (
         "gradients/products.py",
         (("return into.add_(onednn.multiply(left, right))", "return into.copy_(onednn.multiply(left, right))"),),
         "tests/gradients/test_onednn.py::test_norms_and_sums_of_records_are_exact",
+    ),
+    Mutant(
+        "what records share gets the gradient of all records",
+        "gradients/layers/once.py",
+        (
+            (
+                "results, grads = [y for y, _ in pairs], [g for _, g in pairs]",
+                "results, grads = [y for y, _ in pairs], [g.sum(0, keepdim=True).expand_as(g) for _, g in pairs]",
+            ),
+        ),
+        "tests/gradients/test_once.py"
+        "::test_gradients_of_a_value_that_is_computed_once_are_those_of_each_record[<lambda>0]",
+    ),
+    Mutant(
+        "rows of a shared table that the first record does not reach are left out",
+        "gradients/layers/linear.py",
+        (("reached = ds.flatten(0, -3).ne(0).any(-1).any(0)", "reached = ds.flatten(0, -3).ne(0).any(-1)[0]"),),
+        "tests/gradients/test_once.py::test_rows_that_one_record_alone_reaches_are_not_left_out",
+    ),
+    Mutant(
+        "two rows of one record at an expert are squared one by one instead of added up",
+        "gradients/ragged.py",
+        (
+            (
+                "            total[numbers] = value.sq_norm()",
+                "            total[numbers] = (value.left.square().sum(2) * value.right.square().sum(2)).sum(1)",
+            ),
+        ),
+        "tests/gradients/test_ragged.py::test_norms_and_sums_are_those_of_the_records[size1]",
+    ),
+    Mutant(
+        "rows of an expert are weighted in their order, not by their record",
+        "gradients/ragged.py",
+        (("right, c[self.route.records], into", "right, c[self.route.records.sort().values], into"),),
+        "tests/gradients/test_ragged.py::test_norms_and_sums_are_those_of_the_records[size0]",
+    ),
+    Mutant(
+        "rows of an expert are not measured",
+        "gradients/layers/attribution.py",
+        (("(0, len(route.records[reached].unique()) > 1) if fits else None", "0, True"),),
+        "tests/gradients/test_ragged.py::test_rows_whose_gradients_are_of_other_records_are_refused",
+    ),
+    Mutant(
+        "a change in place does not reach the views of what records share",
+        "gradients/layers/shared.py",
+        (("if sum(alias() is not None for alias in self.aliases) > 1:", "if False:"),),
+        "tests/gradients/test_once.py::test_a_change_in_place_that_a_view_would_not_see_is_refused",
+    ),
+    Mutant(
+        "the bias beside a computed weight counts in the pass of weighted losses, too",
+        "gradients/layers/linear.py",
+        (
+            (
+                "        if bias_name and axis is not None:",
+                "        if bias_name and (axis is not None or ctx.computed):",
+            ),
+            ("widen(ctx.tap.rows(ds, axis)).sum(1)", "widen(ctx.tap.rows(ds, axis or 0)).sum(1)"),
+        ),
+        "tests/gradients/test_once.py::test_a_computed_weight_is_exact[False]",
+    ),
+    Mutant(
+        "a convolution's gradients are those of its first record",
+        "gradients/layers/conv.py",
+        (("value = Dense(torch.stack(each))", "value = Dense(torch.stack(each[:1] * len(each)))"),),
+        "tests/gradients/test_once.py::test_a_convolution_with_a_computed_weight_is_exact_by_the_rule[<lambda>0]",
+    ),
+    Mutant(
+        "a recurrent layer's gradient has the states after its steps",
+        "gradients/layers/recurrent.py",
+        (("states.append(torch.stack(before, 1).detach())", "states.append(torch.stack(outputs, 1).detach())"),),
+        "tests/gradients/test_torch_layers.py::test_recurrent_layers_are_exact_without_copies[True-LSTM]",
+    ),
+    Mutant(
+        "rows of experts have no room for what their weights round",
+        "gradients/ragged.py",
+        (("value.instantiating_is_smaller() and not value.half", "value.instantiating_is_smaller()"),),
+        "tests/gradients/test_ragged.py::test_what_the_weights_round_in_half_precision_has_room_in_the_norm",
     ),
 )
