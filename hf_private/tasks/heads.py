@@ -57,6 +57,10 @@ OTHER_OBJECTIVE = frozenset(
 )
 
 
+# Models that read images beside a text, or write a text about one: language models, of which a loss counts the text.
+IMAGE_TEXT = _class_names(auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
 def base_model(model: nn.Module) -> Any:
     """The Transformers model inside a PEFT wrapper, or the model itself.
 
@@ -82,6 +86,10 @@ def head_of(model: nn.Module) -> Head:
                 if head is Head.SEQ2SEQ_LM and not base.config.is_encoder_decoder:
                     break  # Transformers also lists speech and multimodal decoders here
                 return head
+        if parent.__name__ in IMAGE_TEXT and base.config.is_encoder_decoder:
+            return Head.SEQ2SEQ_LM
+        if parent.__name__ in IMAGE_TEXT and hasattr(base, "get_image_features"):  # in the place of tokens of its text
+            return Head.CAUSAL_LM
     raise ValueError(
         f"`model` must have one of the heads [{', '.join(HEAD_CLASSES)}], got {type(base).__name__}, whose loss per "
         f"record is not known. {REMEDY}"
