@@ -73,7 +73,8 @@ SIZES: tuple[tuple[str, int | None], ...] = (
     (r".*chunk_size", 4),
     (r".*(sliding_window|window_size|local_attention|block_size)", 4),
     (r"context_size", 16),
-    (r"latent_query_num|upsample_groups|n_window.*", 4),
+    (r"latent_query_num|upsample_groups|n_window.*|(num|n)_filters", 4),
+    (r"base_channels", 32),
     (r"image_size", 32),
     (r"patch_size", 8),
 )
@@ -173,9 +174,13 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
             "attention_head_dim": 16,
         },
     ),
-    **dict.fromkeys(("gemma3", "shieldgemma2"), {"mm_tokens_per_image": 4}),
+    "gemma3": {"mm_tokens_per_image": 4},
+    "shieldgemma2": {"mm_tokens_per_image": 4, "yes_token_index": 11, "no_token_index": 12},
+    "unlimited_ocr_sam_vision_model": {"downsample_channels": [16, 32]},
     "vipllava": {"vision_feature_layers": [-2, 1]},
     "deepseek_vl_hybrid": {"high_res_vision_config.global_attn_indexes": [0]},
+    "textnet": {"image_size": [64, 64]},
+    "paddleocr_vl": {"text_config.rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}},
     "deepseek_ocr2": {"vision_config.sam_config.downsample_channels": [16, 32]},
     "efficientnet": {"hidden_dim": 2560},  # of its other attributes, as in the default
     "granite4_vision": {
@@ -254,12 +259,14 @@ def tiny_model(model_type: str, head: str, seed: int = 0) -> nn.Module:
         setattr(config, name, value)
     for part in (config, config.get_text_config(decoder=True)):
         part.use_cache = False
+    if head == "ctc" and getattr(config, "vocab_size", None) is None:
+        config.vocab_size = VOCABULARY
     if config.is_encoder_decoder:
         config.decoder_start_token_id = SPECIAL["decoder_start_token_id"]
         if getattr(config, "pad_token_id", None) is None:
             config.pad_token_id = SPECIAL["pad_token_id"]
     torch.manual_seed(seed)
-    model = cls(config).eval()
+    model = cls(config).train(model_type == "reformer")  # which has no gradients in eval mode
     for module in model.modules():  # the other kernels for experts have no float64
         if isinstance(getattr(module, "config", None), PreTrainedConfig):
             module.config._experts_implementation = "eager"

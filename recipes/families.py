@@ -14,6 +14,7 @@ import argparse
 import gc
 import json
 import re
+import resource
 import signal
 import time
 import warnings
@@ -42,6 +43,7 @@ SIZES = ((5, 7), (4, 8))  # records, length
 EXACT = 1e-5  # some models compute a part of themselves in float32
 EXACT_SINGLE = 1e-3  # for models that float64 is too wide for: masks of its least number, parts of a fixed type
 SECONDS = 60  # of CPU time, for one row
+GIGABYTES = 8  # of memory
 LORA_LAYERS = "all-linear"
 STATUSES = ("exact", "exact by fallback", "refused", "wrong", "not built")
 
@@ -70,16 +72,15 @@ def _first_float(out: Any) -> Tensor:
 
 
 def with_lora(model: nn.Module) -> nn.Module:
-    """LoRA on all linear layers, with B away from 0; not on those with a forward pass of their own, which PEFT's would
-    replace, nor on what PEFT leaves out (the projection behind Mamba's kernel)."""
-    own = [
-        n for n, m in model.named_modules() if isinstance(m, nn.Linear) and type(m).forward is not nn.Linear.forward
-    ]
+    """LoRA on all linear layers, with B away from 0. Those with a forward pass of their own are left out, which PEFT's
+    would replace, and those that PEFT leaves out (the projection behind Mamba's kernel)."""
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    own = [name for name, m in linear.items() if type(m).forward is not nn.Linear.forward]
     try:
         adapted = get_peft_model(model, LoraConfig(r=2, target_modules=LORA_LAYERS, exclude_modules=own or None))
     except ValueError:
-        names = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-        adapted = get_peft_model(model, LoraConfig(r=2, target_modules=sorted(names - {"out_proj", "lm_head"})))
+        left_out = {n for n in linear if n.endswith(("out_proj", "lm_head"))}
+        adapted = get_peft_model(model, LoraConfig(r=2, target_modules=sorted(linear.keys() - left_out - set(own))))
     with torch.no_grad():
         for name, p in adapted.named_parameters():
             if "lora_" in name:
@@ -105,9 +106,9 @@ def loop(model: nn.Module, batch: dict[str, Tensor], records: int) -> list[dict[
     return found
 
 
-def compare(model: nn.Module, batch: dict[str, Tensor], records: int) -> tuple[float, set[str], set[str]]:
+def compare(model: nn.Module, batch: dict[str, Tensor], records: int) -> tuple[float, set[str], set[str], set[str]]:
     """The largest relative difference of norms and weighted sums, and which weights were copied per record: small
-    ones, and those that are multiplied with activations."""
+    ones, and those that are multiplied with activations; then those that the loss of a record reaches."""
     wanted = loop(model, batch, records)
     weights = torch.rand(len(wanted), dtype=next(model.parameters()).dtype) + 0.5
     with BookKeeper(model) as book:
@@ -124,7 +125,7 @@ def compare(model: nn.Module, batch: dict[str, Tensor], records: int) -> tuple[f
     for name, g in total.items():
         differences.append((sums.get(name, torch.zeros_like(g)) - g).norm() / (g.norm() + 1e-3 * scale + 1e-12))
     worst = float(torch.stack(differences).max())  # NaN, if there is one
-    return worst if worst == worst else float("inf"), copied, formed
+    return worst if worst == worst else float("inf"), copied, formed, {n for n, g in total.items() if bool(g.any())}
 
 
 def _check_loop(
@@ -134,14 +135,11 @@ def _check_loop(
     judge then. torch's own gradient of CvT's convolutions is wrong for one record in float64."""
     losses = loss_of(model, batch)
     alone = {key: own(x, len(losses), 0) for key, x in batch.items()}
-    parameters = trainable(model)
-    found = torch.autograd.grad((weights * losses).sum(), list(parameters.values()), allow_unused=True)
+    (weights * losses).sum().backward()  # not autograd.grad, which misses reversible layers
     distance = torch.stack(
-        [
-            (torch.zeros_like(p) if g is None else g).sub(total[n]).norm()
-            for (n, p), g in zip(parameters.items(), found, strict=True)
-        ]
+        [(torch.zeros_like(p) if p.grad is None else p.grad).sub(total[n]).norm() for n, p in trainable(model).items()]
     )
+    model.zero_grad(set_to_none=True)
     with torch.no_grad():
         same = torch.allclose(loss_of(model, alone)[0], losses[0], rtol=1e-9)
     if same and bool((distance > (EXACT if scale.dtype == torch.float64 else EXACT_SINGLE) * scale).any()):
@@ -149,7 +147,11 @@ def _check_loop(
 
 
 def checked(model: nn.Module, head: str) -> str:
-    """What the self-check says of an exact model: passed, or its message. What no loss reaches is frozen before it."""
+    """What the self-check says of a model: passed, or its message. What no loss reaches is frozen before it."""
+    if any(len(x) != 2 for x in inputs_of(model, head, 2, 8).values()):
+        return (
+            "not run: the images of all records lie in one row, which DPTrainer refuses in batches of several records"
+        )
     try:
         loss, make = PerSampleLoss(model), lambda *args: synthetic_batch(model, *args)
         losses = loss(model, make(2, 11))
@@ -203,11 +205,11 @@ def measure(model_type: str, head: str, method: str, check: bool) -> dict[str, A
     except Exception as error:  # whatever a model class raises for a config or inputs that it cannot take
         return row | {"status": "not built", "reason": f"{type(error).__name__}: {short(error)}"}
     single = next(model.parameters()).dtype == torch.float32
-    worst, copied, formed = 0.0, set(), set()
+    worst, copied, formed, reached = 0.0, set(), set(), set()
     try:
         for batch_size, length in SIZES:
-            difference, small, large = compare(model, inputs_of(model, head, batch_size, length), batch_size)
-            worst, copied, formed = max(worst, difference), copied | small, formed | large
+            difference, small, large, met = compare(model, inputs_of(model, head, batch_size, length), batch_size)
+            worst, copied, formed, reached = max(worst, difference), copied | small, formed | large, reached | met
     except UncoveredError as error:
         return row | {"status": "refused", "reason": short(error)}
     except CoupledError as error:
@@ -223,19 +225,20 @@ def measure(model_type: str, head: str, method: str, check: bool) -> dict[str, A
             loss_of(model, inputs_of(model, head, *SIZES[0])).sum().backward()
         except Exception:
             return row | {"status": "not built", "reason": f"{type(error).__name__}: {short(error)}"}
+        if "allocate memory" in str(error):
+            return row | {"status": "not built", "reason": f"it needs more than {GIGABYTES} GB"}
         return row | {"status": "refused", "reason": f"{type(error).__name__}: {short(error)}", "crash": True}
     limit = EXACT_SINGLE if single else EXACT
     status = "wrong" if worst > limit else "exact by fallback" if formed else "exact"
-    row |= {"status": status, "difference": worst, "formed": sorted(formed)[:5], "copied": len(copied - formed)} | (
-        {"single": True} if single else {}
-    )
+    row |= {"status": status, "difference": worst, "formed": sorted(formed)[:5], "copied": len(copied - formed)}
+    row |= {"parameters": len(trainable(model)), "reached": len(reached)} | ({"single": True} if single else {})
     if check and status != "wrong":
         row["self_check"] = checked(model.float(), head)
     return row
 
 
 def _alarm(*args: Any) -> None:
-    raise TooSlowError("it took too long")
+    raise TooSlowError(f"it takes more than {SECONDS} s")
 
 
 def rows_of(types: list[str]) -> list[tuple[str, str, str, bool]]:
@@ -363,6 +366,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     signal.signal(signal.SIGPROF, _alarm)
+    resource.setrlimit(resource.RLIMIT_DATA, (GIGABYTES << 30, GIGABYTES << 30))
     done = read(args.output)
     types = args.only or sorted({t for listed in HEADS.values() for t in listed if t in CONFIG_MAPPING})
     for model_type, head, method, check in [] if args.report else rows_of(types):

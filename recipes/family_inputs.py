@@ -246,7 +246,8 @@ def heard(base: Any, batch_size: int, generator: torch.Generator, dtype: torch.d
     features = getattr(part_with(base, "get_audio_features"), "get_audio_features")  # noqa: B009
     takes = inspect.signature(features).parameters
     name = next(iter(takes))
-    config = next(c for n in ("audio_config", "encoder_config") if (c := getattr(base.config, n, None)) is not None)
+    parts = [getattr(base.config, name, None) for name in ("audio_config", "encoder_config")]
+    config = next((part for part in parts if part is not None), base.config)
     bins = next((v for n in BINS if (v := getattr(config, n, None))), 0)
     frames = 2 * (getattr(config, "max_source_positions", None) or 32)
     reasons = []

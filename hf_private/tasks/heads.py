@@ -9,7 +9,6 @@ from torch import nn
 from transformers.models.auto import modeling_auto as auto
 
 IGNORE_INDEX = -100
-WHISPER = "WhisperForConditionalGeneration"  # other speech models have further losses, or inputs of their own
 REMEDY = "Pass `per_sample_loss=fn` with fn(outputs, labels) -> tensor of shape (batch_size,), one loss per record."
 
 
@@ -33,7 +32,9 @@ def _class_names(*mappings: Mapping[str, str | tuple[str, ...]]) -> frozenset[st
 
 # The first match wins: BART is listed both as seq2seq and as masked LM, and its loss is the seq2seq one.
 HEAD_CLASSES: dict[Head, frozenset[str]] = {
-    Head.SEQ2SEQ_LM: _class_names(auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES) | {WHISPER},
+    Head.SEQ2SEQ_LM: _class_names(
+        auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+    ),
     Head.MASKED_LM: _class_names(auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
     Head.CAUSAL_LM: _class_names(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
     Head.CLASSIFICATION: _class_names(

@@ -17,6 +17,7 @@ from .synthetic_images import image_reader, image_shape, with_images
 CHOICES = 3
 TOKEN_HEADS = (Head.CAUSAL_LM, Head.MASKED_LM, Head.SEQ2SEQ_LM, Head.TOKEN_CLASSIFICATION)
 SOUND = ("input_values", "input_features")
+BINS = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim")  # of a spectrogram
 FRAMES = 4  # of a wave for each token of its text
 SPECIAL = ("_token_id", "_token_ids", "_token_index")  # how configs name special tokens, an image's among them
 
@@ -139,19 +140,25 @@ def _text(base: Any, lengths: Tensor, width: int, generator: torch.Generator) ->
 def _sound(base: Any, lengths: Tensor, width: int, generator: torch.Generator) -> dict[str, Tensor]:
     """A wave with its mask, `FRAMES` frames for each of `lengths`; or a spectrogram of the model's size."""
     config, rows = base.config, len(lengths)
-    if base.main_input_name == "input_features" and hasattr(config, "max_source_positions"):  # Whisper
+    if base.main_input_name == "input_features" and type(base).__name__.startswith("Whisper"):
         shape = (rows, config.num_mel_bins, 2 * config.max_source_positions)
         return {"input_features": torch.randn(shape, generator=generator).to(base.dtype)}
-    if base.main_input_name == "input_values" and hasattr(config, "num_mel_bins"):  # spectrogram transformers
+    if base.main_input_name == "input_values" and hasattr(config, "frequency_stride"):  # spectrogram transformers
         shape = (rows, config.max_length, config.num_mel_bins)
         return {"input_values": torch.randn(shape, generator=generator).to(base.dtype)}
-    if not hasattr(config, "conv_stride"):
+    if base.main_input_name == "input_features":
+        bins = next((size for name in BINS if (size := getattr(config, name, None))), None)
+        samples, features = 8 * FRAMES * lengths, (bins,)
+    else:
+        config = getattr(config, "encoder", config)
+        bins = stride = math.prod(getattr(config, "conv_stride", (64, 3, 2)))  # Moonshine's config does not name it
+        samples, features = FRAMES * stride * lengths + sum(getattr(config, "conv_kernel", (127, 7, 3))) * stride, ()
+    if bins is None:
         raise ValueError(f"`public_examples` must be given for {type(base).__name__}: its input is not known.")
-    stride = math.prod(config.conv_stride)
-    samples = FRAMES * stride * lengths + sum(config.conv_kernel) * stride
     mask = torch.arange(int(samples.max())) < samples[:, None]
-    wave = torch.randn(mask.shape, generator=generator).to(base.dtype)
-    return {"input_values": wave.masked_fill(~mask, 0), "attention_mask": mask.long()}
+    sound = torch.randn(*mask.shape, *features, generator=generator).to(base.dtype)
+    empty = ~mask.view(*mask.shape, *[1] * len(features))
+    return {base.main_input_name: sound.masked_fill(empty, 0), "attention_mask": mask.long()}
 
 
 def _labels(
