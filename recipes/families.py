@@ -13,23 +13,24 @@ compared with those of one record at a time. What is exact is then put through t
 import argparse
 import gc
 import json
-import re
 import resource
 import signal
 import time
 import warnings
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 import transformers
-from architectures import HEADS, MAPPINGS, tiny_model
+from architectures import HEADS, tiny_model
 from family_inputs import inputs_of, own
+from family_report import GUIDE, STATUSES, guide_table, report, rows_of, with_guide_table
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
+import hf_private
 from hf_private.gradients.bookkeeper import BookKeeper, trainable
 from hf_private.gradients.layers import PART, UncoveredError
 from hf_private.gradients.selfcheck import SelfCheckError, self_check
@@ -37,15 +38,12 @@ from hf_private.tasks.losses import PerSampleLoss
 from hf_private.tasks.synthetic import synthetic_batch
 
 RESULTS = Path(__file__).parent / "results"
-GUIDE = Path(__file__).parents[1] / "hf_private" / "gradients" / "README.md"
-BEGIN, END = "<!-- made by recipes/families.py -->", "<!-- end -->"
 SIZES = ((5, 7), (4, 8))  # records, length
 EXACT = 1e-5  # some models compute a part of themselves in float32
 EXACT_SINGLE = 1e-3  # for models that float64 is too wide for: masks of its least number, parts of a fixed type
 SECONDS = 60  # of CPU time, for one row
 GIGABYTES = 8  # of memory
 LORA_LAYERS = "all-linear"
-STATUSES = ("exact", "exact by fallback", "refused", "wrong", "not built")
 
 
 class TooSlowError(RuntimeError):
@@ -241,115 +239,15 @@ def _alarm(*args: Any) -> None:
     raise TooSlowError(f"it takes more than {SECONDS} s")
 
 
-def rows_of(types: list[str]) -> list[tuple[str, str, str, bool]]:
-    """Every row: type, head, method, and whether it is the type's row for the self-check.
-
-    One head of each type comes first, so that a run that is stopped says something of every type.
-    """
-    rows = []
-    for model_type in types:
-        heads = [head for head in HEADS if model_type in HEADS[head] and CONFIG_MAPPING[model_type] in MAPPINGS[head]]
-        rows += [(model_type, head, method, head == heads[0]) for head in heads for method in ("lora", "full")]
-    return sorted(rows, key=lambda row: not row[3])
+def versions() -> dict[str, str]:
+    """What a table was made with."""
+    return {m.__name__: m.__version__ for m in (transformers, torch, peft, hf_private)}
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
-    return json.loads(path.read_text())["rows"] if path.exists() else {}
-
-
-def by_type(rows: list[dict[str, Any]], method: str) -> dict[str, str]:
-    """One status for each type: wrong if a head is, else that of its heads if they agree, of those that were built."""
-    found: dict[str, set[str]] = {}
-    for row in rows:
-        if row["method"] == method:
-            found.setdefault(row["type"], set()).add(row["status"])
-    types = {}
-    for model_type, states in found.items():
-        built = states - {"not built"} or states
-        agreed = next(iter(built)) if len(built) == 1 else "mixed by head"
-        types[model_type] = "wrong" if "wrong" in states else agreed
-    return types
-
-
-def _unfinished(rows: list[dict[str, Any]]) -> list[str]:
-    """What was not measured: types that the run has not reached, other heads, LoRA, the self-check."""
-    done = {(row["type"], row["head"], row["method"]) for row in rows}
-    wanted = {(t, head, method) for t, head, method, _ in rows_of(sorted(CONFIG_MAPPING))}
-    missing, checked = wanted - done, sum("self_check" in row for row in rows)
-    if not missing:
-        return []
-    lora = sum(method == "lora" for *_, method in missing)
-    return [
-        f"**An unfinished run**: {len(done)} of {len(wanted)} rows (type, head, method) measured, {checked} of them"
-        f" with the self-check; {lora} of the missing ones are LoRA's.",
-        "",
-    ]
-
-
-def counts_table(rows: list[dict[str, Any]]) -> list[str]:
-    """How many types have which status."""
-    lines = [
-        "| types | " + " | ".join([*STATUSES, "mixed by head"]) + " |",
-        "| --- |" + " --- |" * (len(STATUSES) + 1),
-    ]
-    for method, title in (("full", "full fine-tuning"), ("lora", "LoRA on linear layers")):
-        counts = Counter(by_type(rows, method).values())
-        lines.append(f"| {title} | " + " | ".join(str(counts[s]) for s in [*STATUSES, "mixed by head"]) + " |")
-    return lines
-
-
-def guide_table(rows: list[dict[str, Any]], version: str) -> str:
-    """What the guide to gradients shows of it."""
-    lines = [f"transformers {version}, by model type:", "", *_unfinished(rows), *counts_table(rows), ""]
-    for method, title in (("full", "Full fine-tuning"), ("lora", "LoRA")):
-        types = by_type(rows, method)
-        for status in ("exact by fallback", "refused"):
-            names = ", ".join(sorted(t for t, s in types.items() if s == status))
-            lines.append(f"- {title}, {status}: {names or 'none'}")
-    return "\n".join(lines)
-
-
-def with_guide_table(text: str, table: str) -> str:
-    """The guide with that table between its marks."""
-    front, _, rest = text.partition(BEGIN)
-    return f"{front}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}"
-
-
-def report(rows: list[dict[str, Any]], version: str) -> str:
-    """The tables, as Markdown."""
-    without = sum(row["status"] == "exact" and not row.get("copied") for row in rows)
-    exact, minutes = sum(row["status"] == "exact" for row in rows), sum(row["seconds"] for row in rows) / 60
-    lines = [
-        "# Which architectures are exact",
-        "",
-        f"Every architecture of transformers {version} with a training head, built tiny, in float64, against one"
-        f" record at a time. Made by `make families` in {minutes:.0f} minutes of CPU time.",
-        "",
-        *_unfinished(rows),
-        *counts_table(rows),
-        "",
-        "**Exact** is by rules: the weights that are multiplied with activations have gradients that are never formed,"
-        " or formed in the backward pass, as a convolution's. Small parameters (scales, tables, class tokens) may have"
-        f" a copy for each record; {without} of the {exact} exact rows have none. **Exact by fallback** has copies of"
-        " a weight that is multiplied (`BookKeeper.formed`), which a warning names. **Refused** is an error that names"
-        " the parameter. **Not built** says nothing: no tiny model, no inputs, a library that is not installed,"
-        " or a loop that torch's own gradients do not add up to.",
-    ]
-    for method, title in (("full", "Full fine-tuning"), ("lora", "LoRA")):
-        types = by_type(rows, method)
-        lines += ["", f"## {title}", ""]
-        for status in ("exact", "exact by fallback"):
-            names = ", ".join(sorted(t for t, s in types.items() if s == status))
-            lines += [f"**{status}:** {names or 'none'}", ""]
-        lines += ["| type | head | status | why |", "| --- | --- | --- | --- |"]
-        for row in sorted(rows, key=lambda r: (r["type"], r["head"])):
-            if row["method"] == method and row["status"] not in ("exact", "exact by fallback"):
-                reason = re.sub(r"\s*Remedy:.*", "", row.get("reason", "")).replace("|", "\\|")[:160]
-                lines.append(f"| {row['type']} | {row['head']} | {row['status']} | {reason} |")
-        failed = [r for r in rows if r["method"] == method and r.get("self_check", "passed") != "passed"]
-        lines += ["", "Exact, and refused by the self-check:", ""]
-        lines += [f"- {r['type']} ({r['head']}): {r['self_check'][:160]}" for r in failed] or ["- none"]
-    return "\n".join(lines) + "\n"
+    """What was measured with the versions that are installed: with others a run starts anew."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    return found["rows"] if found.get("versions") == versions() else {}
 
 
 def main() -> None:
@@ -384,13 +282,14 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         done[key] = row | {"seconds": round(time.process_time() - start, 1)}
         args.output.parent.mkdir(exist_ok=True)
-        args.output.write_text(json.dumps({"transformers": transformers.__version__, "rows": done}, indent=1) + "\n")
+        args.output.write_text(json.dumps({"versions": versions(), "rows": done}, indent=1) + "\n")
         print(key, row["status"], row.get("reason", row.get("self_check", ""))[:200], flush=True)
         gc.collect()
-    version = json.loads(args.output.read_text())["transformers"]
-    args.output.with_suffix(".md").write_text(report(list(done.values()), version))
+    found = json.loads(args.output.read_text())
+    rows = list(found["rows"].values())
+    args.output.with_suffix(".md").write_text(report(rows, found["versions"]))
     if args.output.parent == RESULTS:
-        GUIDE.write_text(with_guide_table(GUIDE.read_text(), guide_table(list(done.values()), version)))
+        GUIDE.write_text(with_guide_table(GUIDE.read_text(), guide_table(rows, found["versions"])))
 
 
 if __name__ == "__main__":
