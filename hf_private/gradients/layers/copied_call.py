@@ -72,7 +72,7 @@ class CopiedCall:
         self.in_place, self.factor = in_place, factor
         self.records, self.rows = self.tap.batch_size, self.tap.num_rows
         # The axes that such calls had where lengths left no choice, as in the self-check's batches: tried first.
-        kinds = (func, str(spec), *(x.dim() if isinstance(x, Tensor) else None for x in leaves))
+        kinds = (func, str(spec), *map(_kind, leaves))
         self.hints: set[tuple] = self.tap.hints.setdefault(kinds, set())
 
     def refuse(self, why: str) -> UncoveredError:
@@ -296,6 +296,10 @@ class CopiedCall:
                 inputs.append(x)
                 dims.append(None)
         return Routed.of(route.unpadded(self.vmapped(inputs, dims)), route)
+
+
+def _kind(x: Any) -> Any:
+    return (x.dim(), isinstance(x, Shared), x.requires_grad) if isinstance(x, Tensor) else None
 
 
 def _signature(x: Any) -> Any:
