@@ -18,6 +18,7 @@ CHOICES = 3
 TOKEN_HEADS = (Head.CAUSAL_LM, Head.MASKED_LM, Head.SEQ2SEQ_LM, Head.TOKEN_CLASSIFICATION)
 SOUND = ("input_values", "input_features")
 BINS = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim")  # of a spectrogram
+MOONSHINE = (64, 3, 2), (127, 7, 3)  # strides and kernels of its convolutions, which its config does not name
 FRAMES = 4  # of a wave for each token of its text
 SPECIAL = ("_token_id", "_token_ids", "_token_index")  # how configs name special tokens, an image's among them
 
@@ -146,19 +147,20 @@ def _sound(base: Any, lengths: Tensor, width: int, generator: torch.Generator) -
     if base.main_input_name == "input_values" and hasattr(config, "frequency_stride"):  # spectrogram transformers
         shape = (rows, config.max_length, config.num_mel_bins)
         return {"input_values": torch.randn(shape, generator=generator).to(base.dtype)}
-    if base.main_input_name == "input_features":
-        bins = next((size for name in BINS if (size := getattr(config, name, None))), None)
-        samples, features = 8 * FRAMES * lengths, (bins,)
-    else:
-        config = getattr(config, "encoder", config)
-        bins = stride = math.prod(getattr(config, "conv_stride", (64, 3, 2)))  # Moonshine's config does not name it
-        samples, features = FRAMES * stride * lengths + sum(getattr(config, "conv_kernel", (127, 7, 3))) * stride, ()
-    if bins is None:
+    wave = base.main_input_name == "input_values"
+    bins = next((size for name in BINS if (size := getattr(config, name, None))), 0)
+    if not wave and not bins:
         raise ValueError(f"`public_examples` must be given for {type(base).__name__}: its input is not known.")
-    mask = torch.arange(int(samples.max())) < samples[:, None]
-    sound = torch.randn(*mask.shape, *features, generator=generator).to(base.dtype)
-    empty = ~mask.view(*mask.shape, *[1] * len(features))
-    return {base.main_input_name: sound.masked_fill(empty, 0), "attention_mask": mask.long()}
+    if wave:
+        strides, kernels = getattr(config, "conv_stride", MOONSHINE[0]), getattr(config, "conv_kernel", MOONSHINE[1])
+        stride = math.prod(strides)
+        sizes = FRAMES * stride * lengths + sum(kernels) * stride
+    else:
+        sizes = 8 * FRAMES * lengths  # convolutions leave every fourth or eighth
+    mask = torch.arange(int(sizes.max())) < sizes[:, None]
+    sound = torch.randn(*mask.shape, 1 if wave else bins, generator=generator).to(base.dtype)
+    sound = sound.masked_fill(~mask.unsqueeze(-1), 0)
+    return {base.main_input_name: sound.squeeze(-1) if wave else sound, "attention_mask": mask.long()}
 
 
 def _labels(
