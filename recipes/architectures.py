@@ -182,7 +182,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "textnet": {"image_size": [64, 64]},
     "paddleocr_vl": {"text_config.rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}},
     "deepseek_ocr2": {"vision_config.sam_config.downsample_channels": [16, 32]},
-    "efficientnet": {"hidden_dim": 2560},  # of its other attributes, as in the default
+    "efficientnet": {"hidden_dim": 1280, "width_coefficient": 1.0, "num_block_repeats": [1] * 7},
     "granite4_vision": {
         "deepstack_layer_map": [[0, 0], [1, 1]],
         "spatial_target_layers": [0, 1, 0, 1],

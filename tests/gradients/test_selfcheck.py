@@ -538,3 +538,16 @@ def test_a_layer_with_an_adapter_may_not_change_its_weights():
 
     with pytest.raises(SelfCheckError, match="base_layer.weight`"):
         self_check(Adapted(), lambda model, batch: model(batch["x"]).square().mean((1, 2)), make)
+
+
+def test_batch_norm_that_needs_several_records_is_refused_by_name():
+    """torch has no statistic of one value, so the forward pass of one record fails in training mode."""
+    model = nn.Sequential()
+    model.add_module("norm", nn.BatchNorm1d(4))
+    model.add_module("head", nn.Linear(4, 2))
+
+    def make(records, length, generator=None):
+        return {"x": torch.randn(records, 4, generator=generator or torch.Generator().manual_seed(0))}
+
+    with pytest.raises(SelfCheckError, match="`norm`: BatchNorm1d"):
+        self_check(model, lambda model, batch: model(batch["x"]).square().sum(1), make)
