@@ -69,11 +69,11 @@ def _first_float(out: Any) -> Tensor:
     return next(x for x in out.values() if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1)
 
 
-def with_lora(model: nn.Module) -> nn.Module:
-    """LoRA on all linear layers, with B away from 0. Those with a forward pass of their own are left out, which PEFT's
-    would replace, and those that PEFT leaves out (the projection behind Mamba's kernel)."""
+def with_lora(model: nn.Module, every: bool = True) -> nn.Module:
+    """LoRA on all linear layers, with B away from 0, but those that PEFT leaves out (the projection behind Mamba's
+    kernel) and, without `every`, those with a forward pass of their own, which PEFT's would replace."""
     linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    own = [name for name, m in linear.items() if type(m).forward is not nn.Linear.forward]
+    own = [name for name, m in linear.items() if type(m).forward is not nn.Linear.forward and not every]
     try:
         adapted = get_peft_model(model, LoraConfig(r=2, target_modules=LORA_LAYERS, exclude_modules=own or None))
     except ValueError:
@@ -177,10 +177,19 @@ def short(error: BaseException) -> str:
 
 def built(model_type: str, head: str, method: str) -> nn.Module:
     """A tiny model that computes finite losses: in float64, or, if it cannot, in float32."""
+    try:
+        return built_with(model_type, head, method, True)
+    except (AttributeError, RuntimeError, TypeError):  # of a router that returns more than a product
+        if method == "full":
+            raise
+        return built_with(model_type, head, method, False)
+
+
+def built_with(model_type: str, head: str, method: str, every: bool) -> nn.Module:
     for dtype in (torch.float64, torch.float32):
         model = tiny_model(model_type, head).to(dtype)
         if method == "lora":
-            model = with_lora(model)
+            model = with_lora(model, every)
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(0.02 * torch.randn_like(p))
