@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING
 GUIDE = Path(__file__).parents[1] / "hf_private" / "gradients" / "README.md"
 BEGIN, END = "<!-- made by recipes/families.py -->", "<!-- end -->"
 SAID = (  # words of the self-check, and what they mean
+    ("running_mean", "BatchNorm, or another buffer that a forward pass changes"),
     ("would leak data", "BatchNorm, or another buffer that a forward pass changes"),
     ("BatchNorm", "BatchNorm, or another buffer that a forward pass changes"),
     ("equal scores", "it chooses among equal scores"),
