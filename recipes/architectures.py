@@ -41,7 +41,8 @@ MAPPINGS: dict[str, Any] = {
 VOCABULARY = 101
 SPECIAL = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0,
-    "image_token_id": 3, "image_token_index": 3, "video_token_id": 4, "audio_token_id": 5, "audio_token_index": 5,
+    "image_token_id": 3, "image_token_index": 3, "video_token_id": 4, "video_token_index": 4,
+    "audio_token_id": 5, "audio_token_index": 5,
     "vision_start_token_id": 6, "image_start_token_id": 6, "vision_end_token_id": 7, "image_end_token_id": 7,
     "audio_start_token_id": 8, "audio_end_token_id": 9,
 }  # fmt: skip
@@ -49,7 +50,7 @@ FIRST_WORD = 10  # ids below are special
 
 # The first pattern that matches an attribute's whole name gives the most that it may be; None leaves it to the class.
 SIZES: tuple[tuple[str, int | None], ...] = (
-    (r"qk_head_dim|num_feat_extract_layers|chunk_size_feed_forward|acoustic_.*|.*_hash_.*", None),
+    (r"qk_head_dim|num_feat_extract_layers|chunk_size_feed_forward|acoustic_.*|.*_hash_.*|pos_emb_.*", None),
     (r".*vocab_size.*|.*_vocab", VOCABULARY),
     (r".*(token_id|token_index|_idx)", 3),
     (r"(max|n)_?.*positions?(_embeddings)?|n_ctx|max_seq_len|model_max_length|max_position_embeddings.*", 64),
@@ -72,6 +73,8 @@ SIZES: tuple[tuple[str, int | None], ...] = (
     (r".*chunk_size", 4),
     (r".*(sliding_window|window_size|local_attention|block_size)", 4),
     (r"context_size", 16),
+    (r"latent_query_num|upsample_groups|n_window.*|(num|n)_filters", 4),
+    (r"base_channels", 32),
     (r"image_size", 32),
     (r"patch_size", 8),
 )
@@ -115,7 +118,9 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "attn_config": DbrxAttentionConfig(rope_theta=10000.0, kv_n_heads=2, clip_qkv=8.0),
         "ffn_config.hidden_size": 32,
     },
-    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "granite_speech5_encoder": {"num_key_value_heads": 4},
+    **dict.fromkeys(("granite_speech", "granite_speech_plus"), {"downsample_rate": 2}),
+    "deepseek_ocr2_text": {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse"]},
     "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
     **dict.fromkeys(("donut-swin", "swin", "swinv2", "maskformer-swin"), SWIN),
@@ -153,10 +158,38 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "vq_config.base_channels": 32,
         "vq_config.resolution": 32,
     },
-    "granite4_vision": {"deepstack_layer_map": [[0, 0], [1, 1]], "spatial_target_layers": [0, 1, 0, 1]},
-    "muse_spark": {"vision_config.num_hidden_layers": 4},
+    "muse_spark": {"vision_config.num_hidden_layers": 4, "audio_config.num_hidden_layers": 4},
+    "nemotron_h_omni": {"vision_config.video_temporal_patch_size": 2},
+    "neomme": {"head_dim": 16},
+    "ernie4_5_vl_moe_vision": {"num_attention_heads": 4},
+    "muse_glimmer": {"vision_config.out_hidden_size": 128},
     "musicgen": {"decoder.num_codebooks": 1},
     "musicgen_melody": {"decoder.num_codebooks": 1},
+    **dict.fromkeys(
+        ("zamba", "zamba2"),
+        {
+            "num_hidden_layers": 4,
+            "layers_block_type": ["linear_attention", "hybrid"] * 2,
+            "attention_hidden_size": 64,
+            "attention_head_dim": 16,
+        },
+    ),
+    "gemma3": {"mm_tokens_per_image": 4},
+    "shieldgemma2": {"mm_tokens_per_image": 4, "yes_token_index": 11, "no_token_index": 12},
+    "unlimited_ocr_sam_vision_model": {"downsample_channels": [16, 32]},
+    "vipllava": {"vision_feature_layers": [-2, 1]},
+    "deepseek_vl_hybrid": {"high_res_vision_config.global_attn_indexes": [0]},
+    "textnet": {"image_size": [64, 64]},
+    "paddleocr_vl": {"text_config.rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}},
+    "deepseek_ocr2": {"vision_config.sam_config.downsample_channels": [16, 32]},
+    "efficientnet": {"hidden_dim": 1280, "width_coefficient": 1.0, "num_block_repeats": [1] * 7},
+    "granite4_vision": {
+        "deepstack_layer_map": [[0, 0], [1, 1]],
+        "spatial_target_layers": [0, 1, 0, 1],
+        "downsample_rate": "2/4",
+        "vision_config.hidden_size": 64,  # a head of the projector has 64
+        "vision_config.num_attention_heads": 4,
+    },
     "molmo2_adapter": {"vision_feature_layer": [1, 0]},
 }
 
@@ -188,7 +221,8 @@ def sizes(config: PreTrainedConfig) -> dict[str, Any]:
 
 def layers_of_each_kind(config: PreTrainedConfig) -> dict[str, Any]:
     """One layer of each kind that the default config has, where there are several."""
-    names = [n for n in ("layer_types", "mlp_layer_types") if isinstance(vars(config).get(n), (list, tuple))]
+    attributes = ("layer_types", "layers_block_type", "mlp_layer_types")
+    names = [name for name in attributes if isinstance(vars(config).get(name), (list, tuple))]
     kinds = {name: list(dict.fromkeys(getattr(config, name))) for name in names}
     depth = max((len(found) for found in kinds.values()), default=0)
     if depth < 2:
@@ -218,16 +252,21 @@ def tiny_model(model_type: str, head: str, seed: int = 0) -> nn.Module:
     config._attn_implementation = "eager"
     found = MAPPINGS[head][type(config)]
     cls = found[0] if isinstance(found, tuple) else found
-    if not isinstance(config, cls.config_class):  # the language model inside a multimodal one
-        config = config.get_text_config(decoder=True)
+    text = config.get_text_config(decoder=True)
+    if not isinstance(config, cls.config_class) and isinstance(text, cls.config_class):
+        config = text  # the language model inside a multimodal one
     for name, value in {"num_labels": 3, "is_decoder": head == "causal-lm"}.items():
         setattr(config, name, value)
     for part in (config, config.get_text_config(decoder=True)):
         part.use_cache = False
+    if head == "ctc" and getattr(config, "vocab_size", None) is None:
+        config.vocab_size = VOCABULARY
     if config.is_encoder_decoder:
         config.decoder_start_token_id = SPECIAL["decoder_start_token_id"]
+        if getattr(config, "pad_token_id", None) is None:
+            config.pad_token_id = SPECIAL["pad_token_id"]
     torch.manual_seed(seed)
-    model = cls(config).eval()
+    model = cls(config).train(model_type == "reformer")  # which has no gradients in eval mode
     for module in model.modules():  # the other kernels for experts have no float64
         if isinstance(getattr(module, "config", None), PreTrainedConfig):
             module.config._experts_implementation = "eager"

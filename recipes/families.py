@@ -13,22 +13,24 @@ compared with those of one record at a time. What is exact is then put through t
 import argparse
 import gc
 import json
-import re
+import resource
 import signal
 import time
 import warnings
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 import transformers
-from architectures import HEADS, MAPPINGS, tiny_model
+from architectures import HEADS, tiny_model
 from family_inputs import inputs_of, own
+from family_report import GUIDE, STATUSES, guide_table, report, rows_of, with_guide_table
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
+import hf_private
 from hf_private.gradients.bookkeeper import BookKeeper, trainable
 from hf_private.gradients.layers import PART, UncoveredError
 from hf_private.gradients.selfcheck import SelfCheckError, self_check
@@ -36,18 +38,20 @@ from hf_private.tasks.losses import PerSampleLoss
 from hf_private.tasks.synthetic import synthetic_batch
 
 RESULTS = Path(__file__).parent / "results"
-GUIDE = Path(__file__).parents[1] / "hf_private" / "gradients" / "README.md"
-BEGIN, END = "<!-- made by recipes/families.py -->", "<!-- end -->"
 SIZES = ((5, 7), (4, 8))  # records, length
 EXACT = 1e-5  # some models compute a part of themselves in float32
 EXACT_SINGLE = 1e-3  # for models that float64 is too wide for: masks of its least number, parts of a fixed type
 SECONDS = 60  # of CPU time, for one row
+GIGABYTES = 8  # of memory
 LORA_LAYERS = "all-linear"
-STATUSES = ("exact", "exact by fallback", "refused", "wrong", "not built")
 
 
 class TooSlowError(RuntimeError):
-    pass
+    """A row needs more CPU time than `SECONDS`."""
+
+
+class CoupledError(RuntimeError):
+    """A record's loss depends on the other records of its batch, so no engine can be compared with a loop."""
 
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -56,20 +60,25 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     logits = out.logits if isinstance(getattr(out, "logits", None), Tensor) else _first_float(out)
     logp = logits.log_softmax(-1)
     classes = torch.arange(logp[0, ..., 0].numel()).view(logp[0, ..., 0].shape) % logp.shape[-1]
-    return -logp.gather(-1, classes.expand(logp.shape[:-1]).unsqueeze(-1)).flatten(1).mean(1)
+    losses = -logp.gather(-1, classes.expand(logp.shape[:-1]).unsqueeze(-1)).flatten(1).mean(1)
+    records = len(batch.get("input_ids", losses))
+    return losses.unflatten(0, (records, -1)).mean(1)  # a codec has several rows for each record
 
 
 def _first_float(out: Any) -> Tensor:
     return next(x for x in out.values() if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1)
 
 
-def with_lora(model: nn.Module) -> nn.Module:
-    """LoRA on all linear layers, with B away from 0."""
+def with_lora(model: nn.Module, every: bool = True) -> nn.Module:
+    """LoRA on all linear layers, with B away from 0, but those that PEFT leaves out (the projection behind Mamba's
+    kernel) and, without `every`, those with a forward pass of their own, which PEFT's would replace."""
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    own = [name for name, m in linear.items() if type(m).forward is not nn.Linear.forward and not every]
     try:
-        adapted = get_peft_model(model, LoraConfig(r=2, target_modules=LORA_LAYERS))
-    except ValueError:  # PEFT leaves out the projection behind Mamba's kernel
-        names = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-        adapted = get_peft_model(model, LoraConfig(r=2, target_modules=sorted(names - {"out_proj", "lm_head"})))
+        adapted = get_peft_model(model, LoraConfig(r=2, target_modules=LORA_LAYERS, exclude_modules=own or None))
+    except ValueError:
+        left_out = {n for n in linear if n.endswith(("out_proj", "lm_head"))}
+        adapted = get_peft_model(model, LoraConfig(r=2, target_modules=sorted(linear.keys() - left_out - set(own))))
     with torch.no_grad():
         for name, p in adapted.named_parameters():
             if "lora_" in name:
@@ -79,18 +88,25 @@ def with_lora(model: nn.Module) -> nn.Module:
 
 def loop(model: nn.Module, batch: dict[str, Tensor], records: int) -> list[dict[str, Tensor]]:
     """The gradient of each record by itself, by parameter."""
-    found = []
+    found, losses = [], []
     for n in range(records):
         model.zero_grad(set_to_none=True)
-        loss_of(model, {key: own(x, records, n) for key, x in batch.items()}).sum().backward()
+        loss = loss_of(model, {key: own(x, records, n) for key, x in batch.items()}).sum()
+        loss.backward()
+        losses.append(loss.detach())
         found.append({name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trainable(model).items()})
     model.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        together = loss_of(model, batch)
+    change = float(((together - torch.stack(losses)).abs() / together.abs()).max())
+    if change > (EXACT if together.dtype == torch.float64 else EXACT_SINGLE):
+        raise CoupledError(f"a record's loss changes by {change:.1g} of itself in a batch with others")
     return found
 
 
-def compare(model: nn.Module, batch: dict[str, Tensor], records: int) -> tuple[float, set[str], set[str]]:
+def compare(model: nn.Module, batch: dict[str, Tensor], records: int) -> tuple[float, set[str], set[str], set[str]]:
     """The largest relative difference of norms and weighted sums, and which weights were copied per record: small
-    ones, and those that are multiplied with activations."""
+    ones, and those that are multiplied with activations; then those that the loss of a record reaches."""
     wanted = loop(model, batch, records)
     weights = torch.rand(len(wanted), dtype=next(model.parameters()).dtype) + 0.5
     with BookKeeper(model) as book:
@@ -107,7 +123,7 @@ def compare(model: nn.Module, batch: dict[str, Tensor], records: int) -> tuple[f
     for name, g in total.items():
         differences.append((sums.get(name, torch.zeros_like(g)) - g).norm() / (g.norm() + 1e-3 * scale + 1e-12))
     worst = float(torch.stack(differences).max())  # NaN, if there is one
-    return worst if worst == worst else float("inf"), copied, formed
+    return worst if worst == worst else float("inf"), copied, formed, {n for n, g in total.items() if bool(g.any())}
 
 
 def _check_loop(
@@ -117,14 +133,11 @@ def _check_loop(
     judge then. torch's own gradient of CvT's convolutions is wrong for one record in float64."""
     losses = loss_of(model, batch)
     alone = {key: own(x, len(losses), 0) for key, x in batch.items()}
-    parameters = trainable(model)
-    found = torch.autograd.grad((weights * losses).sum(), list(parameters.values()), allow_unused=True)
+    (weights * losses).sum().backward()  # not autograd.grad, which misses reversible layers
     distance = torch.stack(
-        [
-            (torch.zeros_like(p) if g is None else g).sub(total[n]).norm()
-            for (n, p), g in zip(parameters.items(), found, strict=True)
-        ]
+        [(torch.zeros_like(p) if p.grad is None else p.grad).sub(total[n]).norm() for n, p in trainable(model).items()]
     )
+    model.zero_grad(set_to_none=True)
     with torch.no_grad():
         same = torch.allclose(loss_of(model, alone)[0], losses[0], rtol=1e-9)
     if same and bool((distance > (EXACT if scale.dtype == torch.float64 else EXACT_SINGLE) * scale).any()):
@@ -132,7 +145,11 @@ def _check_loop(
 
 
 def checked(model: nn.Module, head: str) -> str:
-    """What the self-check says of an exact model: passed, or its message. What no loss reaches is frozen before it."""
+    """What the self-check says of a model: passed, or its message. What no loss reaches is frozen before it."""
+    if any(len(x) != 2 for x in inputs_of(model, head, 2, 8).values()):
+        return (
+            "not run: the images of all records lie in one row, which DPTrainer refuses in batches of several records"
+        )
     try:
         loss, make = PerSampleLoss(model), lambda *args: synthetic_batch(model, *args)
         losses = loss(model, make(2, 11))
@@ -160,10 +177,19 @@ def short(error: BaseException) -> str:
 
 def built(model_type: str, head: str, method: str) -> nn.Module:
     """A tiny model that computes finite losses: in float64, or, if it cannot, in float32."""
+    try:
+        return built_with(model_type, head, method, True)
+    except (AttributeError, RuntimeError, TypeError):  # of a router that returns more than a product
+        if method == "full":
+            raise
+        return built_with(model_type, head, method, False)
+
+
+def built_with(model_type: str, head: str, method: str, every: bool) -> nn.Module:
     for dtype in (torch.float64, torch.float32):
         model = tiny_model(model_type, head).to(dtype)
         if method == "lora":
-            model = with_lora(model)
+            model = with_lora(model, every)
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(0.02 * torch.randn_like(p))
@@ -186,13 +212,17 @@ def measure(model_type: str, head: str, method: str, check: bool) -> dict[str, A
     except Exception as error:  # whatever a model class raises for a config or inputs that it cannot take
         return row | {"status": "not built", "reason": f"{type(error).__name__}: {short(error)}"}
     single = next(model.parameters()).dtype == torch.float32
-    worst, copied, formed = 0.0, set(), set()
+    worst, copied, formed, reached = 0.0, set(), set(), set()
     try:
         for batch_size, length in SIZES:
-            difference, small, large = compare(model, inputs_of(model, head, batch_size, length), batch_size)
-            worst, copied, formed = max(worst, difference), copied | small, formed | large
+            difference, small, large, met = compare(model, inputs_of(model, head, batch_size, length), batch_size)
+            worst, copied, formed, reached = max(worst, difference), copied | small, formed | large, reached | met
     except UncoveredError as error:
         return row | {"status": "refused", "reason": short(error)}
+    except CoupledError as error:
+        found = checked(model.float(), head)
+        status = "wrong" if found == "passed" else "refused"
+        return row | {"status": status, "reason": f"{short(error)}; the self-check: {found}"}
     except FloatingPointError as error:  # the loop is no judge
         return row | {"status": "not built", "reason": short(error)}
     except (TooSlowError, KeyboardInterrupt):
@@ -202,130 +232,31 @@ def measure(model_type: str, head: str, method: str, check: bool) -> dict[str, A
             loss_of(model, inputs_of(model, head, *SIZES[0])).sum().backward()
         except Exception:
             return row | {"status": "not built", "reason": f"{type(error).__name__}: {short(error)}"}
+        if "allocate memory" in str(error):
+            return row | {"status": "not built", "reason": f"it needs more than {GIGABYTES} GB"}
         return row | {"status": "refused", "reason": f"{type(error).__name__}: {short(error)}", "crash": True}
     limit = EXACT_SINGLE if single else EXACT
     status = "wrong" if worst > limit else "exact by fallback" if formed else "exact"
-    row |= {"status": status, "difference": worst, "formed": sorted(formed)[:5], "copied": len(copied - formed)} | (
-        {"single": True} if single else {}
-    )
+    row |= {"status": status, "difference": worst, "formed": sorted(formed)[:5], "copied": len(copied - formed)}
+    row |= {"parameters": len(trainable(model)), "reached": len(reached)} | ({"single": True} if single else {})
     if check and status != "wrong":
         row["self_check"] = checked(model.float(), head)
     return row
 
 
 def _alarm(*args: Any) -> None:
-    raise TooSlowError("it took too long")
+    raise TooSlowError(f"it takes more than {SECONDS} s")
 
 
-def rows_of(types: list[str]) -> list[tuple[str, str, str, bool]]:
-    """Every row: type, head, method, and whether it is the type's row for the self-check.
-
-    One head of each type comes first, so that a run that is stopped says something of every type.
-    """
-    rows = []
-    for model_type in types:
-        heads = [head for head in HEADS if model_type in HEADS[head] and CONFIG_MAPPING[model_type] in MAPPINGS[head]]
-        rows += [(model_type, head, method, head == heads[0]) for head in heads for method in ("lora", "full")]
-    return sorted(rows, key=lambda row: not row[3])
+def versions() -> dict[str, str]:
+    """What a table was made with."""
+    return {m.__name__: m.__version__ for m in (transformers, torch, peft, hf_private)}
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
-    return json.loads(path.read_text())["rows"] if path.exists() else {}
-
-
-def by_type(rows: list[dict[str, Any]], method: str) -> dict[str, str]:
-    """One status for each type: wrong if a head is, else that of its heads if they agree, of those that were built."""
-    found: dict[str, set[str]] = {}
-    for row in rows:
-        if row["method"] == method:
-            found.setdefault(row["type"], set()).add(row["status"])
-    types = {}
-    for model_type, states in found.items():
-        built = states - {"not built"} or states
-        agreed = next(iter(built)) if len(built) == 1 else "mixed by head"
-        types[model_type] = "wrong" if "wrong" in states else agreed
-    return types
-
-
-def _unfinished(rows: list[dict[str, Any]]) -> list[str]:
-    """What was not measured: types that the run has not reached, other heads, LoRA, the self-check."""
-    done = {(row["type"], row["head"], row["method"]) for row in rows}
-    wanted = {(t, head, method) for t, head, method, _ in rows_of(sorted(CONFIG_MAPPING))}
-    missing, checked = wanted - done, sum("self_check" in row for row in rows)
-    if not missing:
-        return []
-    lora = sum(method == "lora" for *_, method in missing)
-    return [
-        f"**An unfinished run**: {len(done)} of {len(wanted)} rows (type, head, method) measured, {checked} of them"
-        f" with the self-check; {lora} of the missing ones are LoRA's.",
-        "",
-    ]
-
-
-def counts_table(rows: list[dict[str, Any]]) -> list[str]:
-    """How many types have which status."""
-    lines = [
-        "| types | " + " | ".join([*STATUSES, "mixed by head"]) + " |",
-        "| --- |" + " --- |" * (len(STATUSES) + 1),
-    ]
-    for method, title in (("full", "full fine-tuning"), ("lora", "LoRA on linear layers")):
-        counts = Counter(by_type(rows, method).values())
-        lines.append(f"| {title} | " + " | ".join(str(counts[s]) for s in [*STATUSES, "mixed by head"]) + " |")
-    return lines
-
-
-def guide_table(rows: list[dict[str, Any]], version: str) -> str:
-    """What the guide to gradients shows of it."""
-    lines = [f"transformers {version}, by model type:", "", *_unfinished(rows), *counts_table(rows), ""]
-    for method, title in (("full", "Full fine-tuning"), ("lora", "LoRA")):
-        types = by_type(rows, method)
-        for status in ("exact by fallback", "refused"):
-            names = ", ".join(sorted(t for t, s in types.items() if s == status))
-            lines.append(f"- {title}, {status}: {names or 'none'}")
-    return "\n".join(lines)
-
-
-def with_guide_table(text: str, table: str) -> str:
-    """The guide with that table between its marks."""
-    front, _, rest = text.partition(BEGIN)
-    return f"{front}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}"
-
-
-def report(rows: list[dict[str, Any]], version: str) -> str:
-    """The tables, as Markdown."""
-    without = sum(row["status"] == "exact" and not row.get("copied") for row in rows)
-    exact, minutes = sum(row["status"] == "exact" for row in rows), sum(row["seconds"] for row in rows) / 60
-    lines = [
-        "# Which architectures are exact",
-        "",
-        f"Every architecture of transformers {version} with a training head, built tiny, in float64, against one"
-        f" record at a time. Made by `make families` in {minutes:.0f} minutes of CPU time.",
-        "",
-        *_unfinished(rows),
-        *counts_table(rows),
-        "",
-        "**Exact** is by rules: the weights that are multiplied with activations have gradients that are never formed,"
-        " or formed in the backward pass, as a convolution's. Small parameters (scales, tables, class tokens) may have"
-        f" a copy for each record; {without} of the {exact} exact rows have none. **Exact by fallback** has copies of"
-        " a weight that is multiplied (`BookKeeper.formed`), which a warning names. **Refused** is an error that names"
-        " the parameter. **Not built** says nothing: no tiny model, no inputs, a library that is not installed,"
-        " or a loop that torch's own gradients do not add up to.",
-    ]
-    for method, title in (("full", "Full fine-tuning"), ("lora", "LoRA")):
-        types = by_type(rows, method)
-        lines += ["", f"## {title}", ""]
-        for status in ("exact", "exact by fallback"):
-            names = ", ".join(sorted(t for t, s in types.items() if s == status))
-            lines += [f"**{status}:** {names or 'none'}", ""]
-        lines += ["| type | head | status | why |", "| --- | --- | --- | --- |"]
-        for row in sorted(rows, key=lambda r: (r["type"], r["head"])):
-            if row["method"] == method and row["status"] not in ("exact", "exact by fallback"):
-                reason = re.sub(r"\s*Remedy:.*", "", row.get("reason", "")).replace("|", "\\|")[:160]
-                lines.append(f"| {row['type']} | {row['head']} | {row['status']} | {reason} |")
-        failed = [r for r in rows if r["method"] == method and r.get("self_check", "passed") != "passed"]
-        lines += ["", "Exact, and refused by the self-check:", ""]
-        lines += [f"- {r['type']} ({r['head']}): {r['self_check'][:160]}" for r in failed] or ["- none"]
-    return "\n".join(lines) + "\n"
+    """What was measured with the versions that are installed: with others a run starts anew."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    return found["rows"] if found.get("versions") == versions() else {}
 
 
 def main() -> None:
@@ -342,6 +273,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     signal.signal(signal.SIGPROF, _alarm)
+    resource.setrlimit(resource.RLIMIT_DATA, (GIGABYTES << 30, GIGABYTES << 30))
     done = read(args.output)
     types = args.only or sorted({t for listed in HEADS.values() for t in listed if t in CONFIG_MAPPING})
     for model_type, head, method, check in [] if args.report else rows_of(types):
@@ -359,13 +291,15 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         done[key] = row | {"seconds": round(time.process_time() - start, 1)}
         args.output.parent.mkdir(exist_ok=True)
-        args.output.write_text(json.dumps({"transformers": transformers.__version__, "rows": done}, indent=1) + "\n")
+        args.output.write_text(json.dumps({"versions": versions(), "rows": done}, indent=1) + "\n")
         print(key, row["status"], row.get("reason", row.get("self_check", ""))[:200], flush=True)
-        gc.collect()
-    version = json.loads(args.output.read_text())["transformers"]
-    args.output.with_suffix(".md").write_text(report(list(done.values()), version))
+        if len(done) % 20 == 0:
+            gc.collect()  # takes as long as a small row
+    found = json.loads(args.output.read_text())
+    rows = list(found["rows"].values())
+    args.output.with_suffix(".md").write_text(report(rows, found["versions"]))
     if args.output.parent == RESULTS:
-        GUIDE.write_text(with_guide_table(GUIDE.read_text(), guide_table(list(done.values()), version)))
+        GUIDE.write_text(with_guide_table(GUIDE.read_text(), guide_table(rows, found["versions"])))
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ class BookKeeper:
         self._grads = {name: p.grad for name, p in self._parameters.items()}
         for p in self._parameters.values():
             p.grad = None
-        for site in sites(modules):
+        for site in list(sites(modules)):  # before the first `Tapped` is in the place of a parameter
             tap = Tap(self, site.module, site.path, {local: names[id(p)] for local, p in site.parameters.items()})
             if not self.sharded:
                 self._placed += tap.place(self._tapped)

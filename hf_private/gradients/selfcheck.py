@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 
 from .bookkeeper import BookKeeper, rows_per_record, trainable
 from .comparison import SAME_LOSS, Batch, Comparison, Loss, Run, SelfCheckError
+from .layers import refusal
 from .layers.routed import is_adapted
 from .layers.tap import FREEZE, REMEDY
 from .persample import Dense, widen
@@ -143,8 +144,14 @@ def _check_state(model: nn.Module, loss: Loss, batch: Batch) -> None:
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     written = _writes(model)
     model.train()
-    with torch.no_grad():
-        loss(model, batch)
+    try:
+        with torch.no_grad():
+            loss(model, batch)
+    except ValueError:  # BatchNorm has no statistic of one record where an image is one pixel wide
+        for path, module in model.named_modules():
+            if reason := refusal(module):
+                raise SelfCheckError(f"`{path}`: {reason}.") from None
+        raise
     after = dict(model.named_buffers())
     changed = [name for name in after.keys() | before.keys() if not _equal(after.get(name), before.get(name))]
     changed += [name for name, count in _writes(model).items() if count != written.get(name, count)]

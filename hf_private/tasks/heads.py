@@ -9,7 +9,6 @@ from torch import nn
 from transformers.models.auto import modeling_auto as auto
 
 IGNORE_INDEX = -100
-WHISPER = "WhisperForConditionalGeneration"  # other speech models have further losses, or inputs of their own
 REMEDY = "Pass `per_sample_loss=fn` with fn(outputs, labels) -> tensor of shape (batch_size,), one loss per record."
 
 
@@ -33,7 +32,9 @@ def _class_names(*mappings: Mapping[str, str | tuple[str, ...]]) -> frozenset[st
 
 # The first match wins: BART is listed both as seq2seq and as masked LM, and its loss is the seq2seq one.
 HEAD_CLASSES: dict[Head, frozenset[str]] = {
-    Head.SEQ2SEQ_LM: _class_names(auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES) | {WHISPER},
+    Head.SEQ2SEQ_LM: _class_names(
+        auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+    ),
     Head.MASKED_LM: _class_names(auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
     Head.CAUSAL_LM: _class_names(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
     Head.CLASSIFICATION: _class_names(
@@ -55,6 +56,10 @@ OTHER_OBJECTIVE = frozenset(
     "PLBartForCausalLM PegasusForCausalLM ProphetNetForCausalLM ProphetNetForConditionalGeneration TrOCRForCausalLM "
     "WhisperForCausalLM XLMWithLMHeadModel XLNetLMHeadModel".split()
 )
+
+
+# Models that read images beside a text, or write a text about one: language models, of which a loss counts the text.
+IMAGE_TEXT = _class_names(auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 
 def base_model(model: nn.Module) -> Any:
@@ -82,6 +87,10 @@ def head_of(model: nn.Module) -> Head:
                 if head is Head.SEQ2SEQ_LM and not base.config.is_encoder_decoder:
                     break  # Transformers also lists speech and multimodal decoders here
                 return head
+        if parent.__name__ in IMAGE_TEXT and base.config.is_encoder_decoder:
+            return Head.SEQ2SEQ_LM
+        if parent.__name__ in IMAGE_TEXT and hasattr(base, "get_image_features"):  # in the place of tokens of its text
+            return Head.CAUSAL_LM
     raise ValueError(
         f"`model` must have one of the heads [{', '.join(HEAD_CLASSES)}], got {type(base).__name__}, whose loss per "
         f"record is not known. {REMEDY}"

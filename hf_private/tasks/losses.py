@@ -204,7 +204,9 @@ def _decoder_inputs(base: Any, labels: Tensor, required: bool) -> dict[str, Tens
             f"`batch` must hold `decoder_input_ids` for {type(base).__name__}, which has no "
             "`prepare_decoder_input_ids_from_labels`. Let the data collator add them."
         )
-    return {"decoder_input_ids": shift(labels, base.config.pad_token_id, base.config.decoder_start_token_id)}
+    config, text = base.config, base.config.get_text_config(decoder=True)  # a model of parts may name them in either
+    special = [getattr(config, n, getattr(text, n, None)) for n in ("pad_token_id", "decoder_start_token_id")]
+    return {"decoder_input_ids": shift(labels, *special)}
 
 
 def prompt_length(model: nn.Module) -> int:

@@ -5,6 +5,7 @@ and not on what the records say. The schema is treated as public: names and type
 all records, and which sizes vary.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,9 +16,11 @@ from torch import Tensor, nn
 from .heads import base_model
 from .losses import LABEL_NAMES
 from .synthetic import ordinary_tokens
+from .synthetic_images import image_token
 
 SAMPLES = 16  # records that show the schema
 WORDS = "cat dog sun map red box ten sky pen cup".split()  # short, so that most tokenizers have one token for each
+SIZES = ("image_grid_thw", "image_sizes")  # of images that are fields of their own
 ONES = ("attention_mask", "pixel_mask", "loss_mask")
 
 Maker = Callable[[int, torch.Generator], Any]  # (length, generator) -> a value
@@ -32,6 +35,7 @@ class Ranges(NamedTuple):
 
     tokens: Tensor
     classes: int
+    image_token: int | None = None
 
 
 def ranges_of(model: nn.Module) -> Ranges:
@@ -39,7 +43,7 @@ def ranges_of(model: nn.Module) -> Ranges:
     base = base_model(model)
     classes = getattr(getattr(base, "config", None), "num_labels", None) or 2
     try:
-        return Ranges(ordinary_tokens(base), classes)
+        return Ranges(ordinary_tokens(base), classes, image_token(base))
     except (AttributeError, NotImplementedError, ValueError):  # no config, no embedding, or a tiny vocabulary
         return Ranges(torch.arange(1, 9), classes)
 
@@ -73,7 +77,16 @@ def _maker(name: str, values: list[Any], ranges: Ranges, main: list[Any]) -> Mak
     if isinstance(first, Mapping):
         lengths = [_shape(value.get("input_ids")) for value in values]
         fields = {key: _maker(str(key), [value.get(key) for value in values], ranges, lengths) for key in first.keys()}
-        return lambda length, generator: {key: make(length, generator) for key, make in fields.items()}
+        images = _image_tokens([value.get("input_ids") for value in values], ranges.image_token)
+
+        def make_record(length: int, generator: torch.Generator) -> dict:
+            record = {key: make(length + images, generator) for key, make in fields.items()}
+            for name, mark in (("input_ids", ranges.image_token), ("token_type_ids", 1), ("mm_token_type_ids", 1)):
+                for n in range(images if name in record else 0):
+                    record[name][n] = mark
+            return record
+
+        return make_record
     if isinstance(first, str):
         return lambda length, generator: " ".join(WORDS[i] for i in _integers(len(WORDS), (length,), generator))
     if isinstance(first, (bool, int, float, np.number)):
@@ -81,6 +94,8 @@ def _maker(name: str, values: list[Any], ranges: Ranges, main: list[Any]) -> Mak
         return lambda length, generator: own(_content(name, _kind(first) or int, (), ranges, generator).item())
     if type(first).__module__.startswith("PIL."):
         return _images(values)
+    if name in SIZES and len({str(value) for value in values}) == 1:
+        return lambda length, generator: copy.deepcopy(first)
     if _kind(first) is not None:
         return _arrays(name, values, ranges, main)
     if isinstance(first, (tuple, list)):
@@ -89,6 +104,14 @@ def _maker(name: str, values: list[Any], ranges: Ranges, main: list[Any]) -> Mak
         ]
         return lambda length, generator: type(first)(make(length, generator) for make in parts)
     raise UnknownSchemaError(f"no content can be made up for {type(first).__name__} (field `{name}`)")
+
+
+def _image_tokens(ids: list[Any], token: int | None) -> int:
+    """How many image tokens every record has, if that is the same number; else 0."""
+    if token is None or any(len(_shape(value) or ()) != 1 for value in ids):
+        return 0
+    counts = {int((torch.as_tensor(value) == token).sum()) for value in ids}
+    return counts.pop() if len(counts) == 1 else 0
 
 
 def _arrays(name: str, values: list[Any], ranges: Ranges, main: list[Any]) -> Maker:
@@ -121,7 +144,7 @@ def _content(name: str, kind: type, shape: tuple[int, ...], ranges: Ranges, gene
         return torch.randn(shape, generator=generator)
     if name in ONES or name.endswith("attention_mask"):
         return torch.ones(shape, dtype=torch.int64)
-    if name in ("special_tokens_mask", "token_type_ids"):
+    if name in ("special_tokens_mask", "token_type_ids", "mm_token_type_ids"):
         return torch.zeros(shape, dtype=torch.int64)
     if name in ("position_ids", "offset_mapping") and shape:  # rising, and each token a word of its own
         return torch.arange(int(np.prod(shape))).reshape(shape)

@@ -12,14 +12,15 @@ from .head_losses import SINGLE_LABEL, problem_type
 from .heads import IGNORE_INDEX, Head, base_model, head_of
 from .limits import positions_of, vocabulary_of
 from .losses import takes
+from .synthetic_images import image_reader, image_shape, with_images
 
 CHOICES = 3
 TOKEN_HEADS = (Head.CAUSAL_LM, Head.MASKED_LM, Head.SEQ2SEQ_LM, Head.TOKEN_CLASSIFICATION)
-# For convolutional networks, whose configs name no image size: large enough to be halved five times.
-IMAGE_SIZE = 64
 SOUND = ("input_values", "input_features")
+BINS = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim")  # of a spectrogram
+MOONSHINE = (64, 3, 2), (127, 7, 3)  # strides and kernels of its convolutions, which its config does not name
 FRAMES = 4  # of a wave for each token of its text
-SPECIAL_TOKENS = ("pad", "bos", "eos", "cls", "sep", "mask", "unk", "decoder_start", "forced_eos")
+SPECIAL = ("_token_id", "_token_ids", "_token_index")  # how configs name special tokens, an image's among them
 
 
 def synthetic_batch(
@@ -28,8 +29,9 @@ def synthetic_batch(
     """Random inputs and labels that are valid for the model's head, all rows different.
 
     Row 0 has `length` tokens (fewer if the model has fewer positions); the others are padded on the right at random,
-    row 1 always if `length` > 2. Images have the size of the config and no length. The values depend on the generator
-    (on the CPU; a fixed one by default) and the config, not on weights; tensors come on the model's device.
+    row 1 always if `length` > 2. Images have the size of the config and no length; for a model that reads them beside
+    a text, image tokens come in front of the `length` others. The values depend on the generator (on the CPU; a fixed
+    one by default) and the config, not on weights; tensors come on the model's device.
 
     Example:
         >>> from transformers import BertConfig, BertForMaskedLM
@@ -103,8 +105,11 @@ def _draw(model: nn.Module, lengths: Tensor, width: int, generator: torch.Genera
     """One row per entry of `lengths` (B,), text padded on the right to `width`."""
     base, head = base_model(model), head_of(model)
     rows = len(lengths)
-    if _main_input(model) == "pixel_values":
-        batch = {"pixel_values": torch.randn(rows, *_image_shape(base.config), generator=generator).to(base.dtype)}
+    reads_images = head in (Head.CAUSAL_LM, Head.SEQ2SEQ_LM) and image_reader(base) is not None
+    if reads_images:
+        batch = _text(base, lengths, width, generator)
+    elif _main_input(model) == "pixel_values":
+        batch = {"pixel_values": torch.randn(rows, *image_shape(base.config), generator=generator).to(base.dtype)}
     elif _main_input(model) in SOUND:
         batch = _sound(base, lengths, width, generator)
     elif head is Head.MULTIPLE_CHOICE:
@@ -113,6 +118,8 @@ def _draw(model: nn.Module, lengths: Tensor, width: int, generator: torch.Genera
     else:
         batch = _text(base, lengths, width, generator)
     batch |= _labels(base, head, batch, lengths, generator)
+    if reads_images:
+        batch = with_images(base, batch, generator)
     return {name: value.to(base.device) for name, value in batch.items()}
 
 
@@ -120,9 +127,10 @@ def _text(base: Any, lengths: Tensor, width: int, generator: torch.Generator) ->
     config = base.config.get_text_config()
     mask = torch.arange(width) < lengths[:, None]
     ids = _tokens(base, mask.shape, generator)
-    if base.config.is_encoder_decoder and base.config.eos_token_id is not None:
+    end = _end(base)
+    if base.config.is_encoder_decoder and end is not None:
         # Classifiers of this family read the state at the single <eos> that every record must have.
-        ids[torch.arange(len(ids)), lengths - 1] = _first(base.config.eos_token_id)
+        ids[torch.arange(len(ids)), lengths - 1] = end
     batch = {"input_ids": ids.masked_fill(~mask, _padding(base)), "attention_mask": mask.long()}
     segments = getattr(config, "type_vocab_size", None) or 0
     if segments > 1 and takes(base, "token_type_ids"):
@@ -133,19 +141,26 @@ def _text(base: Any, lengths: Tensor, width: int, generator: torch.Generator) ->
 def _sound(base: Any, lengths: Tensor, width: int, generator: torch.Generator) -> dict[str, Tensor]:
     """A wave with its mask, `FRAMES` frames for each of `lengths`; or a spectrogram of the model's size."""
     config, rows = base.config, len(lengths)
-    if base.main_input_name == "input_features" and hasattr(config, "max_source_positions"):  # Whisper
+    if base.main_input_name == "input_features" and type(base).__name__.startswith("Whisper"):
         shape = (rows, config.num_mel_bins, 2 * config.max_source_positions)
         return {"input_features": torch.randn(shape, generator=generator).to(base.dtype)}
-    if base.main_input_name == "input_values" and hasattr(config, "num_mel_bins"):  # spectrogram transformers
+    if base.main_input_name == "input_values" and hasattr(config, "frequency_stride"):  # spectrogram transformers
         shape = (rows, config.max_length, config.num_mel_bins)
         return {"input_values": torch.randn(shape, generator=generator).to(base.dtype)}
-    if not hasattr(config, "conv_stride"):
+    wave = base.main_input_name == "input_values"
+    bins = next((size for name in BINS if (size := getattr(config, name, None))), 0)
+    if not wave and not bins:
         raise ValueError(f"`public_examples` must be given for {type(base).__name__}: its input is not known.")
-    stride = math.prod(config.conv_stride)
-    samples = FRAMES * stride * lengths + sum(config.conv_kernel) * stride
-    mask = torch.arange(int(samples.max())) < samples[:, None]
-    wave = torch.randn(mask.shape, generator=generator).to(base.dtype)
-    return {"input_values": wave.masked_fill(~mask, 0), "attention_mask": mask.long()}
+    if wave:
+        strides, kernels = getattr(config, "conv_stride", MOONSHINE[0]), getattr(config, "conv_kernel", MOONSHINE[1])
+        stride = math.prod(strides)
+        sizes = FRAMES * stride * lengths + sum(kernels) * stride
+    else:
+        sizes = 8 * FRAMES * lengths  # convolutions leave every fourth or eighth
+    mask = torch.arange(int(sizes.max())) < sizes[:, None]
+    sound = torch.randn(*mask.shape, 1 if wave else bins, generator=generator).to(base.dtype)
+    sound = sound.masked_fill(~mask.unsqueeze(-1), 0)
+    return {base.main_input_name: sound.squeeze(-1) if wave else sound, "attention_mask": mask.long()}
 
 
 def _labels(
@@ -181,8 +196,9 @@ def _labels(
     elif head is Head.SEQ2SEQ_LM:
         targets = torch.randint(1, ids.shape[1] + 1, (rows,), generator=generator)
         labels = _tokens(base, ids.shape, generator)
-        if config.eos_token_id is not None:
-            labels[torch.arange(rows), targets - 1] = _first(config.eos_token_id)
+        end = _end(base)
+        if end is not None:
+            labels[torch.arange(rows), targets - 1] = end
         ignored = torch.arange(ids.shape[1]) >= targets[:, None]
     else:
         labels = ids
@@ -192,11 +208,9 @@ def _labels(
 def ordinary_tokens(base: Any) -> Tensor:
     """All ids (V,) of a Transformers model's vocabulary but its special tokens."""
     ordinary = torch.ones(vocabulary_of(base), dtype=torch.bool)
-    config = base.config.get_text_config()
-    for name in SPECIAL_TOKENS:
-        special = getattr(config, f"{name}_token_id", None)
+    for name, special in (*vars(base.config).items(), *vars(base.config.get_text_config()).items()):
         for token in special if isinstance(special, list) else [special]:
-            if token is not None and 0 <= token < len(ordinary):
+            if name.endswith(SPECIAL) and isinstance(token, int) and 0 <= token < len(ordinary):
                 ordinary[token] = False
     ids = ordinary.nonzero().flatten()
     if len(ids) < 2:
@@ -225,15 +239,8 @@ def _main_input(model: nn.Module) -> str:
     return base.main_input_name
 
 
-def _image_shape(config: Any) -> tuple[int, int, int]:
-    """(channels, height, width)"""
-    if getattr(config, "pretrained_cfg", None):  # timm
-        return tuple(config.pretrained_cfg["input_size"])
-    vision = config if hasattr(config, "image_size") else getattr(config, "vision_config", config)  # CLIP, SigLIP
-    size = getattr(vision, "image_size", None) or IMAGE_SIZE
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    return getattr(vision, "num_channels", 3), height, width
-
-
-def _first(token: int | list[int]) -> int:
-    return token[0] if isinstance(token, list) else token
+def _end(base: Any) -> int | None:
+    """The token that ends a text; a model of several parts may name it in the part that reads text."""
+    configs = (base.config, base.config.get_text_config(decoder=True))
+    end = next((token for config in configs if (token := getattr(config, "eos_token_id", None)) is not None), None)
+    return end[0] if isinstance(end, list) else end

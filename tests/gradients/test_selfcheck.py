@@ -250,3 +250,16 @@ def test_weights_of_a_loss_are_refused():
         check(model, PerSampleLoss(model, loss))
     head.requires_grad_(False)
     assert "exact" in check(model, PerSampleLoss(model, loss))
+
+
+def test_batch_norm_that_needs_several_records_is_refused_by_name():
+    """torch has no statistic of one value, so the forward pass of one record fails in training mode."""
+    model = nn.Sequential()
+    model.add_module("norm", nn.BatchNorm1d(4))
+    model.add_module("head", nn.Linear(4, 2))
+
+    def make(records, length, generator=None):
+        return {"x": torch.randn(records, 4, generator=generator or torch.Generator().manual_seed(0))}
+
+    with pytest.raises(SelfCheckError, match="`norm`: BatchNorm1d"):
+        self_check(model, lambda model, batch: model(batch["x"]).square().sum(1), make)

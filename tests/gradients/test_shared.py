@@ -369,3 +369,24 @@ def test_attention_with_a_query_that_tiles_share_and_changes_in_place_are_exact(
     for batch_size in (1, 4, 3):
         batch = {"x": torch.randn(batch_size, 2, 3, 4).double()}
         assert_exact(model, lambda model, batch: model(batch["x"]).square().sum((1, 2, 3)), batch)
+
+
+class Distances(nn.Module):
+    """A bias for each head, computed of a table of distances whose sides are as long as a batch may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(1, 3, 3, 2))
+        self.wide, self.narrow = nn.Linear(2, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.narrow(self.wide(self.table).relu()).flatten()
+        return x * bias
+
+
+def test_what_was_shared_in_a_batch_of_another_size_still_is() -> None:
+    torch.manual_seed(0)
+    model = Distances().double()
+    for records in (7, 3, 9):
+        x = torch.randn(records, 9, dtype=torch.float64)
+        assert_exact(model, lambda m, batch: m(batch["x"]).square().sum(1), {"x": x})

@@ -76,7 +76,7 @@ class CopiedCall:
             leaves[0].own_memory()
         self.records, self.rows = self.tap.batch_size, self.tap.num_rows
         # The axes that such calls had where lengths left no choice, as in the self-check's batches: tried first.
-        kinds = (func, str(spec), *(x.dim() if isinstance(x, Tensor) else None for x in leaves))
+        kinds = (func, str(spec), *map(_kind, leaves))
         self.hints: set[tuple] = self.tap.hints.setdefault(kinds, set())
 
     def refuse(self, why: str) -> UncoveredError:
@@ -135,13 +135,28 @@ class CopiedCall:
 
     def run(self) -> Any:
         """A function of what all records share: its result is shared, too."""
-        if self.in_place and not isinstance(self.leaves[0], Shared):
+        if self.in_place and not isinstance(self.leaves[0], Shared) and not self.take_in():
             raise self.refuse("it changes a tensor without the records in front")
         key = self.key()
         known = None if self.new else self.tap.merges.get(key)
         if known is None:
             known = self.tap.merges[key] = self.choose_for_all()
         return self.shared_result(known[1])
+
+    def take_in(self) -> bool:
+        """`matrix[index] = shared`, for a tensor that the model has just made, as OFT does: from now on it has a
+        copy for each record, too. Its own values become NaN, so what does not ask for the copies cannot go unseen."""
+        target: Any = self.leaves[0]
+        own = type(target) is Tensor and target.is_floating_point() and not target.is_meta
+        if not own or target.requires_grad or target._is_view():
+            return False
+        if target.untyped_storage().data_ptr() in self.tap.book.constants:
+            return False
+        value = self.wrap(target.expand(self.records, *target.shape).clone())
+        target.fill_(torch.nan)
+        target.__class__ = Shared
+        target.__dict__.update(value.__dict__)
+        return True
 
     def choose_for_all(self) -> tuple:
         """How to run the whole call for each record's copy, with the results and gradients of the call without."""
@@ -303,6 +318,10 @@ class CopiedCall:
                 inputs.append(x)
                 dims.append(None)
         return Routed.of(route.unpadded(self.vmapped(inputs, dims)), route)
+
+
+def _kind(x: Any) -> Any:
+    return (x.dim(), isinstance(x, Shared), x.requires_grad) if isinstance(x, Tensor) else None
 
 
 def _signature(x: Any) -> Any:

@@ -93,7 +93,7 @@ def _run_with_copies(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> 
             y = forward(*args, **kwargs)
         if states is not None:
             _check_output(tap, forward, args, kwargs, y, states)
-    except (RuntimeError, IndexError) as error:
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:
         raise error if isinstance(error, UncoveredError) else _refuse(tap, error) from error
     return y.flatten(0, 1) if flattened else y
 
@@ -125,7 +125,10 @@ def _check_output(tap: Tap, forward: Callable, args: tuple, kwargs: dict, y: Any
 
 
 def run_each(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> Any:
-    """Run a module under vmap, each record as a batch of one with its own copy of the parameters."""
+    """Run a module under vmap, each record as a batch of one with its own copy of the parameters.
+
+    Where vmap cannot (a function with a gradient of its own, as LoHa's), one record after the other.
+    """
     records = tap.num_rows
     if tap.lone or tap.module in UNFIT:
         return forward(*args, **kwargs)
@@ -138,14 +141,25 @@ def run_each(tap: Tap, forward: Callable, args: tuple, kwargs: dict) -> Any:
         with swapped(tap, copy):
             return forward(*full, **kwargs).squeeze(0)
 
+    replacements = {local: copies(tap, local) for local in tap.names}
+    inputs = [args[i] for i in mapped]
     try:
-        replacements = {local: copies(tap, local) for local in tap.names}
-        return torch.vmap(one, randomness="different")(replacements, *(args[i] for i in mapped))
+        return torch.vmap(one, randomness="different")(replacements, *inputs)
     except (RuntimeError, AttributeError) as error:
         if tap.book.sharded:
             raise error if isinstance(error, UncoveredError) else _refuse(tap, error) from error
+    trained_inside = any(p.requires_grad for child in tap.module.children() for p in _others(child))
+    if mapped and not trained_inside:
+        each = [one({k: c[n] for k, c in replacements.items()}, *(x[n] for x in inputs)) for n in range(records)]
+        return torch.stack(each)
     UNFIT.add(tap.module)
     return forward(*args, **kwargs)
+
+
+def _others(child: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters of a child that its owner does not use by itself."""
+    if not isinstance(child, (nn.ParameterDict, nn.ParameterList)):
+        yield from child.parameters()
 
 
 def relative_bias(tap: Tap, compute_bias: Callable, args: tuple, kwargs: dict) -> Tensor:

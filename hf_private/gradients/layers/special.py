@@ -30,11 +30,23 @@ def special(tap: Tap, x: Tensor) -> Callable[[Rule], Tensor] | None:
     if isinstance(x, Routed):
         route = x.route
         return lambda rule: Routed.of(route.unpadded(rule(route.padded(x.as_subclass(Tensor)))), route)
-    if type(x) is Tensor and not tap.book.sharded and not _has_records(x, tap.batch_size):
+    if type(x) is Tensor and not tap.book.sharded and _is_shared(tap, x):
         copies = expanded(x, tap.batch_size)
         names, attribution = frozenset(tap.names.values()), tap.book.attribution
         return lambda rule: Shared(rule(copies), tap, names, attribution.is_due)
     return None
+
+
+def _is_shared(tap: Tap, x: Tensor) -> bool:
+    """Whether all records share `x`. What had this shape in a batch of another size, and was shared, still is: an axis
+    of the records would have another length."""
+    shared = not _has_records(x, tap.batch_size)
+    if x.requires_grad:
+        return shared
+    known = tap.hints.setdefault(("shared", tuple(x.shape)), set())
+    if shared:
+        known.add(tap.batch_size)
+    return bool(known)
 
 
 def _has_records(x: Tensor, records: int) -> bool:

@@ -232,6 +232,24 @@ MUTANTS = (
         "tests/gradients/test_attribution.py::test_a_layer_that_is_called_in_two_layouts_is_exact",
     ),
     Mutant(
+        "one record after the other, each with the first copy",
+        "gradients/layers/copies.py",
+        (("one({k: c[n] for k, c in", "one({k: c[0] for k, c in"),),
+        "tests/spending/test_adapters.py::test_adapters_with_functions_of_their_own_are_exact_in_batches[loha]",
+    ),
+    Mutant(
+        "a matrix that a weight was written into keeps its values",
+        "gradients/layers/copied_call.py",
+        (("        target.fill_(torch.nan)\n", ""),),
+        "tests/spending/test_adapters.py::test_what_reads_a_written_matrix_past_its_copies_is_seen",
+    ),
+    Mutant(
+        "made-up records of models that read images have none",
+        "tasks/synthetic.py",
+        (("    if reads_images:\n        batch = with_images", "    if False:\n        batch = with_images"),),
+        "tests/tasks/test_image_text.py::test_images_that_mix_are_found",
+    ),
+    Mutant(
         "a module that looks at the shape of its parameter gets copies",
         "gradients/layers/copies.py",
         (("        if states is not None:", "        if False:"),),
