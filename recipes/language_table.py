@@ -26,6 +26,7 @@ import torch
 from datasets import load_from_disk
 from options import parse
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.trainer_utils import get_last_checkpoint
 
 CONFIGS = Path(__file__).parent / "configs"
 RESULTS = Path(__file__).parent / "results" / "language"
@@ -38,13 +39,18 @@ TARGET = 0.85
 Found = dict[str, Any]
 
 
+def resumed(folder: Path) -> list[str]:
+    """Arguments that continue a run which SIGTERM has stopped."""
+    return ["--resume_from_checkpoint", "True"] if folder.is_dir() and get_last_checkpoint(str(folder)) else []
+
+
 def fine_tuned(folder: Path, base: str, changes: list[str]) -> Found:
     """Perplexity on conversations of other people, and what the model answers to them."""
     said = StringIO()
     with redirect_stdout(said):
         metrics = sft.main(
             ["--config", str(CONFIGS / "sft_sgd.yaml"), "--model_name_or_path", base, "--output_dir", str(folder),
-             "--max_eval_records", "200", "--answers", "6", *QUIET, *changes]
+             "--max_eval_records", "200", "--answers", "6", *QUIET, *resumed(folder), *changes]
         )  # fmt: skip
     lines = [line for line in said.getvalue().splitlines() if line.startswith(("User: ", "Assistant: "))]
     return {"perplexity": metrics["eval_perplexity"], "answers": lines}
@@ -60,7 +66,7 @@ def synthesized(folder: Path, base: str) -> Found:
         "--private_file", f"{files}/private.jsonl", "--codes", f"{files}/services.json", *QUIET,
     ]  # fmt: skip
     if not (model / "privacy.json").is_file():
-        synthesize.main([*line, "--samples", "0"])
+        synthesize.main([*line, "--samples", "0", *resumed(model)])
     if not (model / synthesize.FOLDER).is_dir():
         synthesize.main([*line, "--sample_only", "true"])
     if not untuned.is_dir():

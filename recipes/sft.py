@@ -100,7 +100,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         peft_config=LoraConfig(r=options.rank, target_modules="all-linear") if options.rank else None,
     )
     if not options.untuned:
-        trainer.train(args.resume_from_checkpoint)
+        checkpoint = args.resume_from_checkpoint
+        trainer.train(True if checkpoint == "True" else checkpoint)
     metrics = trainer.evaluate() if evaluated is not None else {}
     if evaluated is not None and trainer.is_world_process_zero():
         for asked, said in answers(trainer.model, tokenizer, evaluated["messages"][: options.answers]):
