@@ -78,18 +78,17 @@ def compare(
     test = [record for record in test if record[label] in known]
     own = words_of(private, text)
 
-    def scores(records: Texts) -> dict[str, float]:
-        labels = [record[label] for record in records]
+    def score(records: Texts) -> float:
         asked, wanted = ([record[name] for record in test] for name in (text, label))
-        reached = accuracy([record[text] for record in records], labels, asked, wanted)
-        return likeness(words_of(records, text), own) | {"accuracy": reached}
+        return accuracy([record[text] for record in records], [record[label] for record in records], asked, wanted)
 
-    found = {"private": scores(private), "test": likeness(words_of(test, text), own)}
+    sizes = {len(records): min(len(records), len(private)) for records in synthetic.values()}
+    as_many = {size: score(random.Random(0).sample(private, drawn)) for size, drawn in sizes.items()}
+    found = {"private": likeness(own, own) | {"accuracy": score(private)}, "test": likeness(words_of(test, text), own)}
     for name, records in synthetic.items():
-        some = random.Random(0).sample(private, min(len(records), len(private)))
-        found[name] = scores(records)
+        found[name] = likeness(words_of(records, text), own) | {"accuracy": score(records)}
         found[name]["share_of_accuracy"] = found[name]["accuracy"] / found["private"]["accuracy"]
-        found[name]["accuracy_of_as_many_private_texts"] = scores(some)["accuracy"]
+        found[name]["accuracy_of_as_many_private_texts"] = as_many[len(records)]
     return found
 
 

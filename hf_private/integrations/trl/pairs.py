@@ -84,12 +84,12 @@ class PairMixin(PrivateMixin):
             )
         super().__init__(*arguments, **named)
 
-    def _prepare_dataset(self, dataset: Any, *arguments: Any) -> Any:
+    def _prepare_dataset(self, dataset: Any, *arguments: Any, **named: Any) -> Any:
         """TRL's preparation. It leaves out pairs that are too long; those of the training set stay, blank."""
         prepare = super()._prepare_dataset  # pyrefly: ignore[missing-attribute]  TRL's trainer follows in the MRO
-        if arguments[-1] != TRAINING:
-            return prepare(dataset, *arguments)
-        return without_gaps(lambda records: prepare(records, *arguments), dataset, self.blank)
+        if TRAINING not in (*arguments[-1:], named.get("dataset_name")):
+            return prepare(dataset, *arguments, **named)
+        return without_gaps(lambda records: prepare(records, *arguments, **named), dataset, self.blank)
 
     @property
     def training_collator(self) -> Callable[[list[Any]], Any]:

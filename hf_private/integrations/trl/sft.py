@@ -69,12 +69,12 @@ class DPSFTTrainer(PrivateMixin, SFTTrainer):
             super().__init__(model, args, data_collator, train_dataset, **named)
         refuse_experts(self)
 
-    def _prepare_dataset(self, dataset: Any, *arguments: Any) -> Any:
+    def _prepare_dataset(self, dataset: Any, *arguments: Any, **named: Any) -> Any:
         """TRL's preparation. It leaves out records without target tokens; those of the training set stay, blank."""
         prepare = super()._prepare_dataset
-        if arguments[-1] != TRAINING:
-            return prepare(dataset, *arguments)
-        return without_gaps(lambda records: prepare(records, *arguments), dataset, BLANK)
+        if TRAINING not in (*arguments[-1:], named.get("dataset_name")):
+            return prepare(dataset, *arguments, **named)
+        return without_gaps(lambda records: prepare(records, *arguments, **named), dataset, BLANK)
 
     @property
     def objective_name(self) -> str:
