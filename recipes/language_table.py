@@ -127,7 +127,8 @@ def markdown(found: dict[str, Found]) -> str:
             f"A bag-of-words classifier trained on {made['texts']:,} synthetic turns reaches"
             f" **{made['share_of_accuracy']:.1%}** of the accuracy of one trained on all {real['texts']:,} real ones"
             f" (goal: {TARGET:.0%}, {reached}), on {turns['test']['texts']:,} turns of test conversations. *Untuned*:"
-            " turns that the model writes for the same codes before it is trained.",
+            " turns that the model writes for the same codes before it is trained. The table compares with private"
+            " texts without noise; it can be published because SGD is public.",
             f"| | {' | '.join(columns)} |\n| --- |{' --- |' * len(columns)}\n{rows}",
         ]
         for name in ("synthetic", "untuned"):
