@@ -4,14 +4,16 @@
         --text_column note --label_column ward
 
 A classifier (words and pairs of words, logistic regression) is trained on the synthetic texts and one on the private
-ones; both are tested on texts of other people. Further: lengths, vocabulary, texts that are in both, and the longest
+ones; both are tested on texts of other people. A third one gets as many private texts as there are synthetic ones,
+chosen at random. Further: lengths, vocabulary, texts that are in both, and the longest
 passage that both have, beside the same for the test texts, which shows how much recurs by chance. Nothing is written
 to a file, since these numbers depend on the private records without noise.
 """
 
 import argparse
 import json
-from collections.abc import Sequence
+import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import data
@@ -21,12 +23,13 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 
 Words = tuple[str, ...]
+Texts = list[dict[str, str]]  # each with its label
 HEADING = "NOT PRIVATE, do not publish:"
 
 
-def words_of(texts: Sequence[str]) -> list[Words]:
+def words_of(records: Texts, text: str) -> list[Words]:
     """Lower-case words of each text."""
-    return [tuple(text.lower().split()) for text in texts]
+    return [tuple(record[text].lower().split()) for record in records]
 
 
 def accuracy(texts: Sequence[str], labels: Sequence[str], test: Sequence[str], wanted: Sequence[str]) -> float:
@@ -67,6 +70,28 @@ def likeness(texts: Sequence[Words], private: Sequence[Words]) -> dict[str, floa
     }
 
 
+def compare(
+    synthetic: Mapping[str, Texts], private: Texts, test: Texts, text: str = "text", label: str = "label"
+) -> dict[str, dict[str, float]]:
+    """The scores of each set of synthetic texts, of the private ones (`private`) and of those of others (`test`)."""
+    known = {record[label] for records in (*synthetic.values(), private) for record in records}
+    test = [record for record in test if record[label] in known]
+    own = words_of(private, text)
+
+    def score(records: Texts) -> float:
+        asked, wanted = ([record[name] for record in test] for name in (text, label))
+        return accuracy([record[text] for record in records], [record[label] for record in records], asked, wanted)
+
+    sizes = {len(records): min(len(records), len(private)) for records in synthetic.values()}
+    as_many = {size: score(random.Random(0).sample(private, drawn)) for size, drawn in sizes.items()}
+    found = {"private": likeness(own, own) | {"accuracy": score(private)}, "test": likeness(words_of(test, text), own)}
+    for name, records in synthetic.items():
+        found[name] = likeness(words_of(records, text), own) | {"accuracy": score(records)}
+        found[name]["share_of_accuracy"] = found[name]["accuracy"] / found["private"]["accuracy"]
+        found[name]["accuracy_of_as_many_private_texts"] = as_many[len(records)]
+    return found
+
+
 def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("synthetic", type=Path, help="folder of synthesize.py, `datasets` format")
@@ -75,22 +100,13 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
     parser.add_argument("--text_column", default="text")
     parser.add_argument("--label_column", default="label", help="what the classifiers predict")
     options = parser.parse_args(argv)
-    text, label = options.text_column, options.label_column
-    made = load_from_disk(str(options.synthetic))
-    private, test = data.read(options.private_file), data.read(options.test_file)
-    known = set(made[label]) | {record[label] for record in private}
-    test = [record for record in test if record[label] in known]
-    asked, wanted = [record[text] for record in test], [record[label] for record in test]
-    sources = {
-        "synthetic": (made[text], made[label]),
-        "private": ([record[text] for record in private], [record[label] for record in private]),
-    }
-    own = words_of(sources["private"][0])
-    found = {}
-    for name, (texts, labels) in sources.items():
-        found[name] = likeness(words_of(texts), own) | {"accuracy": accuracy(list(texts), list(labels), asked, wanted)}
-    found["test"] = likeness(words_of(asked), own)
-    found["synthetic"]["share_of_accuracy"] = found["synthetic"]["accuracy"] / found["private"]["accuracy"]
+    found = compare(
+        {"synthetic": load_from_disk(str(options.synthetic)).to_list()},
+        data.read(options.private_file),
+        data.read(options.test_file),
+        options.text_column,
+        options.label_column,
+    )
     print(HEADING)
     print(json.dumps(found, indent=2))
     return found

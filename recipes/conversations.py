@@ -1,12 +1,12 @@
-"""Conversations of SGD (Schema-Guided Dialogue), one half of them public and the other half private.
+"""Conversations of SGD (Schema-Guided Dialogue), split into public ones, private ones and ones for tests.
 
-    # counts and hashes of both halves; files for synthesize.py: what users say in the private half and in dev
+    # counts and hashes of the parts; files for synthesize.py: what users say in the private part and in the tests
     HF_PRIVATE_DATA=path/to/data python recipes/conversations.py --output_dir outputs/sgd
 
-The language model of pretrain_tiny.py is trained on the public half of the training conversations; sft.py and
-synthesize.py fine-tune it on the private half. More than half of the conversations span several services, so the
-split is by conversation: a hash of its number decides, and no turn of a private conversation is public. Both halves
-come from one distribution, so the public one is as close to the private one as public text can be.
+The private part is the whole training file: sft.py and synthesize.py fine-tune on it. The language model of
+pretrain_tiny.py has seen none of it; it reads three quarters of the dev file, the public part, and the last quarter is
+for tests. More than half of the conversations span several services, so the split is by conversation: a hash of its
+number decides.
 
 `$HF_PRIVATE_DATA/sgd/{train,dev}.tsv.gz` have a turn in each line, with the columns dialogue, turn, speaker (U or S),
 service, intent and utterance.
@@ -22,7 +22,7 @@ from hashlib import sha256
 from pathlib import Path
 
 ROLES = {"U": "user", "S": "assistant"}
-PARTS = ("public", "private")
+PARTS = {"private": "train", "public": "dev", "test": "dev"}  # and their files
 SERVICES = (  # of the training set, from the published schema
     "Banks", "Buses", "Calendar", "Events", "Flights", "Homes", "Hotels", "Media", "Movies", "Music", "RentalCars",
     "Restaurants", "RideSharing", "Services", "Travel", "Weather",
@@ -31,24 +31,25 @@ SERVICES = (  # of the training set, from the published schema
 Turn = dict[str, str]
 
 
-def part_of(dialogue: str) -> str:
-    """The half to which a training conversation belongs.
+def is_test(dialogue: str) -> bool:
+    """Whether a conversation of the dev file is for tests.
 
-    >>> [part_of(f"1_{number:05}") for number in range(4)]
-    ['public', 'public', 'private', 'public']
+    >>> [is_test(f"1_{number:05}") for number in range(4)]
+    [False, True, False, True]
     """
-    return PARTS[sha256(f"sgd {dialogue}".encode()).digest()[0] % 2]
+    return sha256(f"sgd {dialogue}".encode()).digest()[0] % 4 == 0
 
 
-def turns(split: str, part: str | None = None, data_dir: str | None = None) -> list[Turn]:
-    """The turns of a split, of one of its halves or of both, in the order of the file."""
-    folder = data_dir or os.environ.get("HF_PRIVATE_DATA", ".")
+def turns(part: str, data_dir: str | None = None) -> list[Turn]:
+    """The turns of one part, in the order of the file. Numbers recur in the other file and begin with its name."""
+    folder, split = data_dir or os.environ.get("HF_PRIVATE_DATA", "."), PARTS[part]
     path = Path(folder, "sgd", f"{split}.tsv.gz")
     if not path.is_file():
         raise FileNotFoundError(f"There is no {path}: set HF_PRIVATE_DATA to a folder with SGD's turns.")
     with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
         found = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
-    return [turn for turn in found if part in (None, part_of(turn["dialogue"]))]
+    chosen = [turn for turn in found if part == "private" or is_test(turn["dialogue"]) == (part == "test")]
+    return [{**turn, "dialogue": f"{split} {turn['dialogue']}"} for turn in chosen]
 
 
 def chats(found: Iterable[Turn]) -> dict[str, list[dict[str, str]]]:
@@ -79,12 +80,10 @@ def digest(texts: Iterable[str]) -> str:
 def write_user_turns(folder: Path) -> None:
     """What users say, a record each with its conversation and service, and the public list of services."""
     folder.mkdir(parents=True, exist_ok=True)
-    for split, part in (("train", "private"), ("dev", None)):
-        said = [turn for turn in turns(split, part) if ROLES[turn["speaker"]] == "user"]
-        records = [
-            {"dialogue": f"{split} {t['dialogue']}", "service": t["service"], "text": t["utterance"]} for t in said
-        ]
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    for part in ("private", "test"):
+        said = [turn for turn in turns(part) if ROLES[turn["speaker"]] == "user"]
+        records = [{"dialogue": t["dialogue"], "service": t["service"], "text": t["utterance"]} for t in said]
+        (folder / f"{part}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "services.json").write_text(json.dumps([{"service": name} for name in SERVICES]))
 
 
@@ -94,12 +93,13 @@ def main(argv: list[str] | None = None) -> None:
     folder = parser.parse_args(argv).output_dir
     seen = {}
     for part in PARTS:
-        found = turns("train", part)
+        found = turns(part)
         seen[part] = {" ".join(said["content"] for said in chat) for chat in chats(found).values()}
         count = len({turn["dialogue"] for turn in found})
         hashed = digest(f"{turn['dialogue']} {turn['utterance']}" for turn in found)
         print(f"{part}: {count:,} conversations, {len(found):,} turns, sha256 {hashed}")
-    print(f"conversations with equal texts in both halves: {len(seen['public'] & seen['private'])}")
+    for part in ("public", "test"):
+        print(f"private conversations with the text of a {part} one: {len(seen['private'] & seen[part])}")
     if folder is not None:
         write_user_turns(folder)
 

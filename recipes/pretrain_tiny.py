@@ -3,13 +3,13 @@
     # 1.3M parameters, ten minutes on one core
     python recipes/pretrain_tiny.py --output_dir outputs/gpt2_tiny
 
-    # 5.1M parameters, five minutes on a core of one's own with bf16 instructions; reads HF_PRIVATE_DATA
+    # 5.1M parameters, ten minutes on a core of one's own with bf16 instructions; reads HF_PRIVATE_DATA
     python recipes/pretrain_tiny.py --output_dir outputs/gpt2_small --texts conversations reviews --layers 5 \
-        --width 256 --block 256 --positions 512 --per_device_train_batch_size 4 --max_steps 1000 --bf16 --use_cpu
+        --width 256 --block 256 --positions 512 --per_device_train_batch_size 4 --max_steps 2400 --bf16 --use_cpu
 
 The text of the first is the documentation of Python and sentences from templates (recipes/public_text.py): no
 download, and nothing from the E2E data. It replaces `gpt2` for comparisons of methods; its texts are poor. The second
-has read the public half of SGD's conversations (recipes/conversations.py), in the format of configs/chat.jinja, and
+has read the public part of SGD's conversations (recipes/conversations.py), in the format of configs/chat.jinja, and
 the sentences of SST-2, so it speaks. Fine-tune it on other text than that.
 
 The same Python version, packages, number of threads and seed give the same model. A run that was stopped goes on when
@@ -42,7 +42,7 @@ TEMPLATE = Path(__file__).parent / "configs" / "chat.jinja"
 SOURCES = {  # what the card says of each text
     "documentation": "paragraphs of the documentation of Python (PSF License)",
     "templates": "sentences from templates about fictional places",
-    "conversations": "conversations of Schema-Guided Dialogue, half of its training set (CC BY-SA 4.0)",
+    "conversations": "conversations of the dev set of Schema-Guided Dialogue, none of its training set (CC BY-SA 4.0)",
     "reviews": "sentences of film reviews, from the training set of SST-2 (for research)",
 }
 PHRASE = 12  # words; most of SST-2's shorter texts are parts of the longer ones
@@ -94,7 +94,7 @@ def read(source: str, options: PretrainOptions) -> list[str]:
     if source == "templates":
         return public_sentences(options.sentences)
     if source == "conversations":
-        found = list(chats(turns("train", "public")).values())
+        found = list(chats(turns("public")).values())
         return render_jinja_template(found, chat_template=TEMPLATE.read_text(), eos_token=END)[0]
     reviews = data.load("sst2", "train", None, ("train",), ("nyu-mll/glue", "sst2"), "train", columns=("sentence",))
     whole = (text.strip() for text in reviews["sentence"] if len(text.split()) >= PHRASE)

@@ -8,8 +8,8 @@
 
 Needs the extra `trl`. A record is a conversation, and the loss counts what the assistant says. `--chats` names a file
 of JSON lines, each with `messages`: a list of {"role", "content"}; for several conversations of one person also with
-the column that `--unit_column` names. The default is the private half of the training conversations of Schema-Guided
-Dialogue in HF_PRIVATE_DATA (recipes/conversations.py); its dev conversations are the evaluation set.
+the column that `--unit_column` names. The default is the training conversations of Schema-Guided Dialogue in
+HF_PRIVATE_DATA (recipes/conversations.py); a quarter of its dev conversations is the evaluation set.
 
 `--nonprivate` trains the same model without clipping and noise, and `--untuned` evaluates it as it is, for comparison.
 
@@ -54,13 +54,12 @@ class SFTOptions:
     max_records: int | None = field(default=None, metadata={"help": "Use the first N conversations only."})
 
 
-def read(file: str | None, split: str, limit: int | None) -> Dataset:
+def read(file: str | None, part: str, limit: int | None) -> Dataset:
     """The conversations of a file of JSON lines, or of SGD with their numbers."""
     if file is not None:
         records = [json.loads(line) for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
         return Dataset.from_list(records[:limit], info=DatasetInfo(dataset_name=Path(file).name))
-    found = chats(turns(split, "private" if split == "train" else None))
-    records = [{"dialogue": f"{split} {number}", "messages": messages} for number, messages in found.items()]
+    records = [{"dialogue": number, "messages": messages} for number, messages in chats(turns(part)).items()]
     return Dataset.from_list(records[:limit], info=DatasetInfo(dataset_name="schema_guided_dialogue"))
 
 
@@ -88,12 +87,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         dp_config = replace(dp_config, **dict.fromkeys(BUDGETS), **free)
     evaluated = None
     if options.eval_chats or not options.chats:
-        evaluated = read(options.eval_chats, "dev", options.max_eval_records)
+        evaluated = read(options.eval_chats, "test", options.max_eval_records)
     trainer = DPSFTTrainer(
         AutoModelForCausalLM.from_pretrained(path),
         args,
         dp_config=dp_config,
-        train_dataset=read(options.chats, "train", options.max_records),
+        train_dataset=read(options.chats, "private", options.max_records),
         eval_dataset=evaluated,
         processing_class=tokenizer,
         compute_metrics=perplexity,
@@ -101,7 +100,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         peft_config=LoraConfig(r=options.rank, target_modules="all-linear") if options.rank else None,
     )
     if not options.untuned:
-        trainer.train(args.resume_from_checkpoint)
+        checkpoint = args.resume_from_checkpoint
+        trainer.train(True if checkpoint == "True" else checkpoint)
     metrics = trainer.evaluate() if evaluated is not None else {}
     if evaluated is not None and trainer.is_world_process_zero():
         for asked, said in answers(trainer.model, tokenizer, evaluated["messages"][: options.answers]):

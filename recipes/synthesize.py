@@ -162,6 +162,7 @@ def sampled(
             do_sample=True,
             temperature=options.temperature,
             top_p=options.top_p,
+            top_k=0,  # generate's own default is 50
             max_length=options.max_length,
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
@@ -186,7 +187,19 @@ def kept(texts: list[str], shortest: int) -> list[int]:
     return rows
 
 
-def write(folder: Path, texts: Dataset, drawn: int, model_folder: Path, options: SynthesisOptions) -> None:
+def samples(
+    model: Any, tokenizer: PreTrainedTokenizerBase, listed: list[dict], options: SynthesisOptions, seed: int
+) -> Dataset:
+    """The texts that are kept of `options.samples`, with their codes."""
+    codes = chosen_codes(listed, options, seed)
+    set_seed(seed)
+    texts = list(sampled(model, tokenizer, codes, options))
+    rows = kept(texts, options.shortest)
+    columns = {name: [codes[row][name] for row in rows] for name in options.code_columns}
+    return Dataset.from_dict({**columns, options.text_column: [texts[row] for row in rows]})
+
+
+def write(folder: Path, texts: Dataset, model_folder: Path, options: SynthesisOptions) -> None:
     """The texts as a `datasets` folder, with the statement of the model and a card that says what it claims."""
     statement = read_statement(model_folder)
     assert statement is not None, "the model was saved with its statement"
@@ -201,7 +214,7 @@ def write(folder: Path, texts: Dataset, drawn: int, model_folder: Path, options:
         private_tag=", differential-privacy" if statement["private"] else "",
         count=len(texts), claim=claim, weights=WEIGHTS[options.count_noise is not None],
         statement=STATEMENT, temperature=options.temperature, top_p=options.top_p,
-        kept=len(texts), drawn=drawn, shortest=options.shortest,
+        kept=len(texts), drawn=options.samples, shortest=options.shortest,
     )  # fmt: skip
     (folder / "README.md").write_text(words)
 
@@ -237,22 +250,18 @@ def main(argv: list[str] | None = None) -> dict:
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     tokenizer.padding_side = "right"  # for training; sampling pads on the left
     if options.sample_only:
-        model, results = AutoModelForCausalLM.from_pretrained(origin), {}
+        dtype = torch.bfloat16 if args.bf16 else torch.float32
+        model, results = AutoModelForCausalLM.from_pretrained(origin, dtype=dtype).to(args.device), {}
     else:
         model, results = trained(options, dp_config, args, tokenizer)
     if args.process_index > 0 or not options.samples:
         return results
     if options.count_noise is not None:
         listed = json.loads(Path(args.output_dir, COUNTS).read_text())
-    codes = chosen_codes(listed, options, args.seed)
-    set_seed(args.seed)
-    texts = list(sampled(model, tokenizer, codes, options))
-    rows = kept(texts, options.shortest)
-    columns = {name: [codes[row][name] for row in rows] for name in options.code_columns}
-    dataset = Dataset.from_dict({**columns, options.text_column: [texts[row] for row in rows]})
+    texts = samples(model, tokenizer, listed, options, args.seed)
     folder = Path(args.output_dir, FOLDER)
-    write(folder, dataset, len(texts), Path(args.output_dir), options)
-    print(f"{len(rows)} of {len(texts)} texts kept: {folder}")
+    write(folder, texts, Path(args.output_dir), options)
+    print(f"{len(texts)} of {options.samples} texts kept: {folder}")
     return results
 
 

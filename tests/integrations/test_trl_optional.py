@@ -2,13 +2,15 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import BitsAndBytesConfig
 
 import hf_private
-from tests.support import training, zoo
+from tests.support import chats, training, zoo
 
 WITHOUT_TRL = """
 import sys
@@ -51,6 +53,24 @@ def test_nothing_else_imports_trl() -> None:
 def test_nothing_imports_the_libraries_of_quantised_bases() -> None:
     """Transformers does when it loads such a model; the tests of these say which extra they need."""
     assert importing("bitsandbytes", "torchao") == set()
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
+@pytest.mark.parametrize("name", ["DPSFTTrainer", "DPDPOTrainer", "DPRewardTrainer"])
+def test_a_quantised_base_without_its_library_names_the_extra(tmp_path: Path, name: str) -> None:
+    trl = pytest.importorskip("hf_private.integrations.trl", reason="needs the extra `trl`")
+    zoo.small("llama").save_pretrained(tmp_path / "base")
+    chats.tokenizer().save_pretrained(tmp_path / "base")
+    cls = getattr(trl, name)
+    quantised = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}
+    args = cls.arguments_class(str(tmp_path / "out"), use_cpu=True, bf16=False, model_init_kwargs=quantised)
+    with pytest.raises(ImportError, match=r"`bitsandbytes` .*hf-private\[quantized\]"):
+        cls(
+            model=str(tmp_path / "base"),
+            args=args,
+            train_dataset=chats.made("pair" if name != "DPSFTTrainer" else "chat"),
+            dp_config=hf_private.DPConfig(noise_multiplier=1.0),
+        )
 
 
 def test_rollouts_of_vllm_are_refused(tmp_path: Path) -> None:

@@ -62,34 +62,35 @@ def sgd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_no_conversation_is_both_public_and_private(sgd: Path) -> None:
-    parts = {part: conversations.turns("train", part) for part in ("public", "private")}
+def test_the_parts_share_no_conversation_and_the_base_reads_only_the_public_one(sgd: Path) -> None:
+    parts = {part: conversations.turns(part) for part in conversations.PARTS}
     numbers = {part: {turn["dialogue"] for turn in found} for part, found in parts.items()}
-    assert not numbers["public"] & numbers["private"] and len(numbers["public"] | numbers["private"]) == 20
-    assert sum(map(len, parts.values())) == len(conversations.turns("train")) == 60
-    assert list(sft.read(None, "train", None)["dialogue"]) == [f"train {n}" for n in sorted(numbers["private"])]
-    assert len(sft.read(None, "dev", None)) == 20
-    said = {turn["utterance"] for turn in parts["public"] if turn["utterance"].startswith("asks")}
+    assert len(numbers["private"]) == 20 and min(map(len, numbers.values())) > 0
+    assert len(numbers["public"] | numbers["test"] | numbers["private"]) == sum(map(len, numbers.values())) == 40
+    assert all(number.startswith("train ") == (part == "private") for part in parts for number in numbers[part])
+    for part in ("private", "test"):
+        assert set(sft.read(None, part, None)["dialogue"]) == numbers[part]
     learnt = " ".join(pretrain_tiny.read("conversations", pretrain_tiny.PretrainOptions()))
-    for n in range(20):
-        assert (f'asks "train {n}' in said) == (f'asks "train {n}\n' in learnt)
+    for part, found in parts.items():
+        asked = [turn["utterance"] for turn in found if turn["utterance"].startswith("asks")]
+        assert all((f"{words}\n" in learnt) == (part == "public") for words in asked)
 
 
 def test_turns_become_conversations(sgd: Path) -> None:
-    found = sft.read(None, "dev", None)
-    assert found[0]["messages"][0] == {"role": "user", "content": 'asks "dev 0'}
+    found = sft.read(None, "private", None)
+    assert found[0]["messages"][0] == {"role": "user", "content": 'asks "train 0'}
     assert [len(chat) for chat in found["messages"]] == [3] * 20
 
 
 def test_user_turns_are_written_for_synthesis(sgd: Path, capsys: pytest.CaptureFixture[str]) -> None:
     conversations.main(["--output_dir", str(sgd / "turns")])
-    private = [json.loads(line) for line in (sgd / "turns" / "train.jsonl").read_text().splitlines()]
-    numbers = {turn["dialogue"] for turn in conversations.turns("train", "private")}
-    assert {record["dialogue"] for record in private} == {f"train {number}" for number in numbers}
+    private = [json.loads(line) for line in (sgd / "turns" / "private.jsonl").read_text().splitlines()]
+    numbers = {turn["dialogue"] for turn in conversations.turns("private")}
+    assert {record["dialogue"] for record in private} == numbers
     assert {record["text"] for record in private if "asks" not in record["text"]} == {"Thanks"}
     assert {"service": "Music"} in json.loads((sgd / "turns" / "services.json").read_text())
     out = capsys.readouterr().out
-    assert "equal texts in both halves: 0" in out and out.count("sha256") == 2
+    assert out.count("one: 0") == 2 and out.count("sha256") == 3
 
 
 def test_the_template_marks_what_the_assistant_says() -> None:

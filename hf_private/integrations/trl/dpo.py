@@ -21,7 +21,7 @@ from hf_private.trainer.refusals import Refusal
 
 from .objectives import BATCH_LOSSES, OBJECTIVES, Pairs
 from .pairs import PairLoss, PairMixin, sides
-from .preparation import unquoted
+from .preparation import naming_extra, unquoted
 from .settings import SHARED, refuse_experts, refuse_images, refuse_settings
 
 UNSUPPORTED = "the private loss does not have it"
@@ -69,6 +69,7 @@ class DPDPOTrainer(PairMixin, DPOTrainer):
     args: DPOConfig  # pyrefly: ignore[bad-override-mutable-attribute]  narrower than Trainer's, as TRL has it
     ref_model: Any
 
+    blank = {"prompt_ids": [0], "chosen_ids": [], "rejected_ids": []}
     objective_of = DPOTrainer
     arguments_class = DPOConfig
 
@@ -84,7 +85,7 @@ class DPDPOTrainer(PairMixin, DPOTrainer):
         args = DPOConfig("tmp_trainer") if args is None else args
         refuse_settings(args, REFUSED)
         refuse_images(train_dataset)
-        with unquoted():
+        with unquoted(), naming_extra():
             super().__init__(model, args, data_collator, train_dataset, ref_model=ref_model, **named)
         refuse_experts(self)
 

@@ -12,6 +12,7 @@ from hf_private.tasks.losses import takes
 from hf_private.trainer.data_guards import made_up_batch
 from hf_private.trainer.private_mixin import PrivateMixin
 
+from .preparation import TRAINING, without_gaps
 from .settings import refuse_rehearsal
 
 SIDES = 2
@@ -74,12 +75,21 @@ class PairInputs:
 class PairMixin(PrivateMixin):
     """Makes a trainer of preference pairs private: a record is a pair, in one row of the private steps."""
 
+    blank: Mapping[str, Any]  # columns of a prepared pair that teaches nothing
+
     def __init__(self, *arguments: Any, per_sample_loss: Any = None, **named: Any) -> None:
         if per_sample_loss is not None:
             raise ValueError(
                 f"`per_sample_loss` must be None for {type(self).__name__}, got a function: it has its own loss."
             )
         super().__init__(*arguments, **named)
+
+    def _prepare_dataset(self, dataset: Any, *arguments: Any, **named: Any) -> Any:
+        """TRL's preparation. It leaves out pairs that are too long; those of the training set stay, blank."""
+        prepare = super()._prepare_dataset  # pyrefly: ignore[missing-attribute]  TRL's trainer follows in the MRO
+        if TRAINING not in (*arguments[-1:], named.get("dataset_name")):
+            return prepare(dataset, *arguments, **named)
+        return without_gaps(lambda records: prepare(records, *arguments, **named), dataset, self.blank)
 
     @property
     def training_collator(self) -> Callable[[list[Any]], Any]:

@@ -12,6 +12,7 @@ from hf_private.tasks.heads import Head, base_model
 from hf_private.tasks.independence import refuse_batch
 
 from .pairs import PairLoss, PairMixin, sides
+from .preparation import naming_extra
 from .settings import SHARED, refuse_images, refuse_settings
 
 
@@ -26,6 +27,7 @@ class DPRewardTrainer(PairMixin, RewardTrainer):
 
     args: RewardConfig  # pyrefly: ignore[bad-override-mutable-attribute]  narrower than Trainer's, as TRL has it
 
+    blank = {"chosen_ids": [0], "rejected_ids": [0]}  # equal rewards, whose gradients cancel
     objective_of = RewardTrainer
     arguments_class = RewardConfig
 
@@ -39,7 +41,8 @@ class DPRewardTrainer(PairMixin, RewardTrainer):
     ) -> None:
         refuse_settings(args, SHARED)
         refuse_images(train_dataset)
-        super().__init__(model, args, data_collator, train_dataset, **named)
+        with naming_extra():
+            super().__init__(model, args, data_collator, train_dataset, **named)
 
     @property
     def objective_name(self) -> str:

@@ -11,8 +11,10 @@ from hf_private.tasks.head_losses import shifted, token_losses
 from hf_private.tasks.heads import IGNORE_INDEX
 from hf_private.trainer.private_mixin import PrivateMixin
 
-from .preparation import unquoted
+from .preparation import TRAINING, naming_extra, unquoted, without_gaps
 from .settings import SHARED, refuse_experts, refuse_images, refuse_rehearsal, refuse_settings
+
+BLANK = {"input_ids": [0], "labels": [IGNORE_INDEX]}
 
 
 class DPSFTTrainer(PrivateMixin, SFTTrainer):
@@ -63,9 +65,16 @@ class DPSFTTrainer(PrivateMixin, SFTTrainer):
     ) -> None:
         refuse_settings(args, SHARED)
         refuse_images(train_dataset)
-        with unquoted():
+        with unquoted(), naming_extra():
             super().__init__(model, args, data_collator, train_dataset, **named)
         refuse_experts(self)
+
+    def _prepare_dataset(self, dataset: Any, *arguments: Any, **named: Any) -> Any:
+        """TRL's preparation. It leaves out records without target tokens; those of the training set stay, blank."""
+        prepare = super()._prepare_dataset
+        if TRAINING not in (*arguments[-1:], named.get("dataset_name")):
+            return prepare(dataset, *arguments, **named)
+        return without_gaps(lambda records: prepare(records, *arguments, **named), dataset, BLANK)
 
     @property
     def objective_name(self) -> str:

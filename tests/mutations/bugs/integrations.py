@@ -4,6 +4,7 @@ from tests.mutations.mutant import Mutant
 
 PAIRS = "tests/integrations/trl/test_pairs.py::"
 SFT = "tests/integrations/trl/test_sft.py::"
+LONG = "tests/integrations/trl/test_too_long.py::"
 
 MUTANTS = (
     Mutant(
@@ -88,5 +89,17 @@ MUTANTS = (
         "trainer/refusals.py",
         (('        lambda a: hasattr(a, "num_generations"),\n', "        lambda a: False,\n"),),
         "tests/integrations/test_trl_optional.py::test_online_methods_are_refused_for_any_trainer_class",
+    ),
+    Mutant(
+        "TRL: records that are too long are missing from the public count",
+        "integrations/trl/preparation.py",
+        (("    if not missing:\n", "    if True:\n"),),
+        LONG + "test_the_statement_does_not_tell_how_many_there_were[DPSFTTrainer]",
+    ),
+    Mutant(
+        "TRL: units of records that are too long are lost",
+        "integrations/trl/preparation.py",
+        (("else dataset[row][name] for", "else dataset[0][name] for"),),
+        LONG + "test_the_statement_does_not_tell_how_many_there_were[DPDPOTrainer]",
     ),
 )
