@@ -202,7 +202,7 @@ def run(plan: dict[str, Any], cell: Cell, data: Corpus, folder: Path) -> dict[st
     dp_config = DPConfig(target_delta=plan["delta"], **private, **(plan["methods"][cell.method] or {}))
     args = TrainingArguments(
         str(where), seed=cell.seed, bf16=plan["bf16"], use_cpu=True, save_strategy="no", report_to=[],
-        per_device_train_batch_size=32, per_device_eval_batch_size=64, logging_steps=10, disable_tqdm=True,
+        per_device_train_batch_size=128, per_device_eval_batch_size=64, logging_strategy="no", disable_tqdm=True,
         lr_scheduler_type="linear", warmup_steps=10, **settings,
     )  # fmt: skip
     public = None
