@@ -2,7 +2,7 @@
 
     python recipes/lsg_grid.py                        # writes recipes/results/lsg_grid.{md,json}, a few minutes
 
-An MLP (64, 256, 256, 10) is trained on public numerals that are drawn with fonts, and fine-tuned privately on the
+An MLP (64, 128, 128, 10) is trained on public numerals that are drawn with fonts, and fine-tuned privately on the
 handwritten digits of scikit-learn. r = full is Sparse DP-SGD on the elements with large |W|, and with p = 0 it is BK;
 p = 0 with a rank is RGP on the weight. Each cell takes the best of its learning rates by test accuracy, so all numbers
 are a little too high.
@@ -33,7 +33,7 @@ from hf_private.methods.carriers.lowrank import Elements, LowRank, kept
 from hf_private.methods.carriers.method import Carriers, Target
 
 RESULTS = Path(__file__).parent / "results" / "lsg_grid"
-TRAIN, BATCH, STEPS, DELTA, WIDTH = 1437, 256, 60, 1e-4, 256
+TRAIN, BATCH, STEPS, DELTA, WIDTH = 1437, 256, 60, 1e-4, 128
 RANKS, SPARSITIES, RATES = (2, 4, 8, None), (0.0, 0.1, 0.3, 0.5), (1e-3, 3e-3, 1e-2)
 START = STEPS // 3  # of sparsity, for the learning curves
 POINTS = (10, 20, 40, STEPS)
