@@ -73,6 +73,14 @@ def pretrained() -> nn.Module:
     return model
 
 
+def digits() -> dict[str, Tensor]:
+    """Handwritten digits as vectors, with the same split in every run."""
+    found = load_digits()
+    order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(0))
+    x, y = torch.tensor(found.data, dtype=torch.float32)[order] / 16, torch.tensor(found.target)[order]
+    return {"x": x[:TRAIN], "y": y[:TRAIN], "test_x": x[TRAIN:], "test_y": y[TRAIN:]}
+
+
 def make_method(model: nn.Module, carriers: dict[str, Any] | None, seed: int) -> Method:
     """BK without `carriers`; with `random`, the masks are random."""
     if carriers is None:
@@ -127,10 +135,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
-    digits, model = load_digits(), pretrained()
-    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
-    x, y = torch.tensor(digits.data, dtype=torch.float32)[order] / 16, torch.tensor(digits.target)[order]
-    data = {"x": x[:TRAIN], "y": y[:TRAIN], "test_x": x[TRAIN:], "test_y": y[TRAIN:]}
+    data, model = digits(), pretrained()
     sigma = calibrate(options.epsilon, DELTA, BATCH / TRAIN, STEPS)
     before = 100 * (model(data["test_x"]).argmax(1) == data["test_y"]).float().mean().item()
     cells = {f"{rank or 'full'}, {p:g}": settings(rank, p) for rank, p in product(RANKS, SPARSITIES)}
@@ -147,7 +152,7 @@ def main(argv: list[str] | None = None) -> None:
         f"`python recipes/lsg_grid.py`: an MLP of width {WIDTH}, pretrained on drawn numerals ({before:.1f} % of the"
         f" digits) and fine-tuned on {TRAIN} digits, epsilon {options.epsilon:g} at delta {DELTA:g}, {STEPS} batches"
         f" of {BATCH}, noise multiplier {sigma:.2f}, {options.runs} runs. Test accuracy in percent, on"
-        f" {len(y) - TRAIN} images, at the best of the rates {', '.join(map(str, RATES))}, chosen by it.",
+        f" {len(data['test_y'])} images, at the best of the rates {', '.join(map(str, RATES))}, chosen by it.",
         "",
         "| p | " + " | ".join(f"r = {rank or 'full'}" for rank in RANKS) + " |",
         "| --- " * (len(RANKS) + 1) + "|",
