@@ -34,7 +34,7 @@ from hf_private.methods.carriers.method import Carriers, Target
 
 RESULTS = Path(__file__).parent / "results" / "lsg_grid"
 TRAIN, BATCH, STEPS, DELTA, WIDTH = 1437, 256, 60, 1e-4, 128
-RANKS, SPARSITIES, RATES = (2, 4, 8, None), (0.0, 0.1, 0.3, 0.5), (1e-3, 3e-3, 1e-2)
+RANKS, SPARSITIES, RATES = (2, 4, 8, None), (0.0, 0.1, 0.3, 0.5), (3e-3, 1e-2, 3e-2)
 START = STEPS // 3  # of sparsity, for the learning curves
 POINTS = (10, 20, 40, STEPS)
 
@@ -57,11 +57,11 @@ def losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
 
 
-def pretrained() -> nn.Module:
+def pretrained(width: int = WIDTH) -> nn.Module:
     """The MLP after 15 epochs on 3,000 drawn numerals."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10)
+        nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
     )  # fmt: skip
     x, y = drawn_numerals(3000, seed=0)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)

@@ -31,7 +31,7 @@ from hf_private.methods.carriers.method import Carriers, Target
 
 RESULTS = Path(__file__).parent / "results" / "moments"
 PLACES = ("weight", "coordinates, reset", "coordinates, carried over")
-REFRESHES, RATES, RANK = (1, 20, STEPS), (1e-3, 3e-3, 1e-2), 8
+REFRESHES, RATES, RANK = (1, 20, STEPS), (3e-3, 1e-2, 3e-2), 8
 LONGER = 3.0  # the rate of coordinates: Adam's steps of r (p + d) numbers are shorter than those of p d
 BETAS = (0.9, 0.999)
 
@@ -108,7 +108,7 @@ def run(
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epsilon", type=float, default=3.0)
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
     data, model = digits(), pretrained()
