@@ -31,7 +31,7 @@ from hf_private.methods.carriers.method import Carriers, Target
 
 RESULTS = Path(__file__).parent / "results" / "moments"
 PLACES = ("weight", "coordinates, reset", "coordinates, carried over")
-REFRESHES, RATES, RANK = (1, 20, STEPS), (3e-3, 1e-2, 3e-2), 8
+REFRESHES, RATES, RANK = (1, 20, STEPS), (1e-3, 3e-3, 1e-2), 8
 LONGER = 3.0  # the rate of coordinates: Adam's steps of r (p + d) numbers are shorter than those of p d
 BETAS = (0.9, 0.999)
 
