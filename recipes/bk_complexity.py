@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> None:
         "",
         "`python recipes/bk_complexity.py`: linear layers only, by the formulas of the BK paper's Table 5. *Paper*:"
         " its Table 1, the number in parentheses. The last columns: share of the layers whose per-sample gradients are"
-        " formed by the paper's rule 2T² ≥ pd and by ours, 1.25 T(p+d) ≥ pd.",
+        f" formed by the paper's rule 2T² ≥ pd and by ours, {FORMED_MAY_BE} T(p+d) ≥ pd.",
         "",
         "| model | paper (BK) | " + " | ".join(engines) + " | formed, paper | formed, ours |",
         "| " + " | ".join("---" for _ in range(len(engines) + 4)) + " |",
@@ -155,7 +155,7 @@ def main(argv: list[str] | None = None) -> None:
         "## Memory for the norms of one record: ResNet18, 224 x 224 (Table 4)",
         "",
         "In thousands of numbers. The sums of the paper are 399M, 11.5M and, mixed, 1.0M. Our rule forms more"
-        " gradients where T lies between 0.4 and 0.7 of the width (here conv4_x): it then need not keep the"
+        " gradients where T lies between 0.31 and 0.71 of the width (here conv4_x): it then need not keep the"
         " activations, which are about as large.",
         "",
         "| layers | Gram matrices, 2T² | gradients, pd | by the paper's rule | by ours |",

@@ -202,7 +202,7 @@ def run(plan: dict[str, Any], cell: Cell, data: Corpus, folder: Path) -> dict[st
     dp_config = DPConfig(target_delta=plan["delta"], **private, **(plan["methods"][cell.method] or {}))
     args = TrainingArguments(
         str(where), seed=cell.seed, bf16=plan["bf16"], use_cpu=True, save_strategy="no", report_to=[],
-        per_device_train_batch_size=32, per_device_eval_batch_size=64, logging_steps=10, disable_tqdm=True,
+        per_device_train_batch_size=128, per_device_eval_batch_size=64, logging_strategy="no", disable_tqdm=True,
         lr_scheduler_type="linear", warmup_steps=10, **settings,
     )  # fmt: skip
     public = None
@@ -313,15 +313,19 @@ def markdown(plan: dict[str, Any], path: str, done: dict[str, Any]) -> str:
             f"| {method} | {epsilon:g} | {len(group)} | {statistics.mean(scores):.2f}{spread} | {by_seed} | {mean}"
             f" | {group[0].settings['learning_rate']:g} | {minutes:.1f} |"
         )
+    tried = {
+        method: {
+            c.settings["learning_rate"]: done[c.name] for c in search(plan) if c.method == method and c.name in done
+        }
+        for method in plan["methods"]
+    }
+    best = {name: max(runs.values(), key=lambda run: run["accuracy"]) for name, runs in tried.items() if runs}
     lines += ["", plan.get("reading", "").strip(), "", "Search (accuracy on the records held out for it):", ""]
-    for method in plan["methods"]:
-        tried = [
-            f"{c.settings['learning_rate']:g}: {100 * done[c.name]['accuracy']:.1f}"
-            for c in search(plan)
-            if c.method == method and c.name in done
-        ]
-        if tried:
-            lines.append(f"- {method}: {', '.join(tried)}")
+    for method, chosen in best.items():
+        scores = ", ".join(f"{rate:g}: {100 * run['accuracy']:.1f}" for rate, run in tried[method].items())
+        apart, error = difference(chosen, best[base]) if base in best else (0.0, 0.0)
+        paired = f"; the best minus that of {base}: {100 * apart:+.1f} ± {100 * error:.1f}" if method != base else ""
+        lines.append(f"- {method}: {scores}{paired}")
     return "\n".join(lines) + "\n"
 
 

@@ -62,6 +62,25 @@ def test_units_cost_what_their_rows_cost_as_one_gradient(tmp_path: Path, capsys:
     assert "--batch" in capsys.readouterr().err
 
 
+def test_layerwise_decisions_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Width 16, MLP of width 24: by 1.6 T (p + d) >= pd from T = 5 and 6 on, by 2 T^2 >= pd from 12 and 14."""
+    folder = saved(tmp_path)
+    found = {}
+    for length in (4, 5, 6, 11, 12, 13, 14):
+        assert main(["doctor", folder, "--batch", "2", "--length", str(length), "--json"]) == 0
+        layerwise = json.loads(capsys.readouterr().out)["methods"]["BK"]["layerwise"]
+        found[length] = (layerwise["formed"], layerwise["formed_by_paper"])
+    square, wide = 2 * 4, 2 * 2  # two layers; pooler and classifier see one position
+    assert layerwise["weights"] == square + wide + 2
+    square_formed, all_formed = (square, 0), (square + wide, 0)
+    assert found == {
+        4: (0, 0), 5: square_formed, 6: all_formed, 11: all_formed, 12: (square + wide, square),
+        13: (square + wide, square), 14: (square + wide, square + wide),
+    }  # fmt: skip
+    assert main(["doctor", folder, "--batch", "2", "--length", "13"]) == 0
+    assert "of 14 linear weights at this length" in capsys.readouterr().out
+
+
 def test_every_parameter_of_bert_is_covered(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     code, found = report(capsys, saved(tmp_path), "--carriers", "r=2")
     model = bert()

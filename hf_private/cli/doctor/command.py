@@ -178,6 +178,11 @@ def _show(args: argparse.Namespace, entries: "list[Entry]", rows: "list[Row]") -
     if args.memory is not None:
         fitting = [row.method for row in rows if row.total_bytes <= args.memory * 1e9]
         print(f"Into {args.memory:g} GB fit: {'; '.join(fitting) or 'none of them'}.")
+    for counts in (row.layerwise for row in rows if row.layerwise):
+        print(
+            f"BK forms the per-sample gradients of {counts['formed']} of {counts['weights']} linear weights at this"
+            f" length; by the rule of its paper, 2T^2 >= pd, it would form {counts['formed_by_paper']}."
+        )
     print("Attention is counted with its probabilities kept. Memory that an allocator reserves is not counted.")
 
 

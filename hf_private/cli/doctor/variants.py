@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from hf_private.gradients.bookkeeper import rows_per_record, trainable
 from hf_private.gradients.method import Full, Method
+from hf_private.gradients.persample import Dense, Outer, PerSample
 from hf_private.methods.carriers.config import CarrierConfig
 from hf_private.methods.carriers.method import Carriers
 from hf_private.methods.registry import resolve_method
@@ -24,6 +25,8 @@ class Row:
     """One method: how many parameters are trained and get noise, the cost of a micro-batch, and the total memory.
 
     The total is the weights, the state of AdamW, and the larger of a micro-batch and the gradients of an update.
+    `layerwise` counts decisions of BK: of so many linear weights, the per-sample gradients of so many are formed, and
+    of how many the rule of its paper would form them.
     """
 
     method: str
@@ -32,6 +35,23 @@ class Row:
     peak_bytes: int
     flops: int
     total_bytes: int
+    layerwise: dict[str, int] | None = None
+
+
+class Layerwise(Full):
+    """BK, which notes for each linear weight whether its per-sample gradients are formed."""
+
+    def __init__(self) -> None:
+        self.formed: dict[str, bool] = {}
+        self.by_paper: dict[str, bool] = {}
+
+    def observe(self, name: str, value: PerSample) -> dict[str, PerSample]:
+        entries = super().observe(name, value)
+        if isinstance(value, Outer):
+            positions, rows, columns = *value.left.shape[1:], value.right.shape[2]
+            self.formed[name] = isinstance(entries[name], Dense)
+            self.by_paper[name] = 2 * positions**2 >= rows * columns
+        return entries
 
 
 def compare(
@@ -46,7 +66,7 @@ def compare(
         bits: Also run LoRA on a base of so many bits.
     """
     model = build()
-    rows = [_row("plain training", model, None, losses), _row("BK", model, Full(), losses)]
+    rows = [_row("plain training", model, None, losses), _row("BK", model, Layerwise(), losses)]
     if isinstance(model, PeftModel):  # an adapter is low-rank already
         return rows
     rank = carriers.get("r", CarrierConfig.r)
@@ -102,4 +122,8 @@ def _row(name: str, model: nn.Module, method: Method | None, losses: Losses) -> 
     sums = 4 * sum(shape.numel() for block, shape in method.blocks.items() if block not in parameters)
     update = gradients + sums  # a block that is the sum of a parameter becomes its gradient
     total = weights + 2 * gradients + kept + max(cost.peak_bytes, update)
-    return Row(name, trained, noised, cost.peak_bytes + kept, cost.flops, total)
+    layerwise = None
+    if isinstance(method, Layerwise):
+        counts = (len(method.formed), sum(method.formed.values()), sum(method.by_paper.values()))
+        layerwise = dict(zip(("weights", "formed", "formed_by_paper"), counts, strict=True))
+    return Row(name, trained, noised, cost.peak_bytes + kept, cost.flops, total, layerwise)

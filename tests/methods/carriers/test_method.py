@@ -16,6 +16,7 @@ from hf_private.mechanism.step import Mechanism
 from hf_private.methods.carriers.config import CarrierConfig
 from hf_private.methods.carriers.lowrank import Elements, Submatrix
 from hf_private.methods.carriers.method import Carriers, Target
+from hf_private.methods.gep.public_data import AnchorBooks
 from hf_private.methods.registry import resolve_method
 from tests.support import oracle, zoo
 
@@ -31,8 +32,12 @@ SETTINGS = {
     "RGP, other ranks": {"r": 1, "rank_pattern": {"o_proj": 2}, "bias": "all"},
     "RGP, left": {"r": 2, "sides": "left"},
     "RGP, history": {"r": 2, "source": "history", "warmup_steps": 0, "power_iterations": 2},
+    "RGP, momentum": {"r": 2, "source": "momentum"},
+    "RGP, public": {"r": 2, "source": "public"},
     "RGP-random": {"r": 2, "source": "random"},
     "LSG": {"r": 3, "sparsity": 0.4},
+    "LSG, momentum": {"r": 3, "sparsity": 0.4, "source": "momentum"},
+    "LSG, public": {"r": 3, "sparsity": 0.4, "source": "public"},
     "LSG, left": {"r": 3, "sparsity": 0.4, "sides": "left"},
     "Sparse DP-SGD": {"r": None, "sparsity": 0.4},
     "Sparse DP-SGD, elements": {"r": None, "sparsity": 0.4, "mask": "elements"},
@@ -49,10 +54,13 @@ def prepare(name, **settings):
         settings["rank_pattern"] = {leaf.rpartition(".")[2]: 2}
     method = resolve_method(CarrierConfig(**{"refresh": 1} | EXTRA.get(name, {}) | settings), model)
     method.attach(trainable(model))
+    method.books = AnchorBooks(model, loss, lambda step: [zoo.make_batch(model, 4, seed=7)])
     method.begin_step(0)
+    released = {block: torch.randn(shape, dtype=torch.float64) for block, shape in method.blocks.items()}
     with torch.no_grad():
-        for p in trainable(model).values():
+        for parameter, p in trainable(model).items():
             p.add_(0.05 * torch.randn_like(p))
+            method.gradient(parameter, released)
     method.begin_step(1)
     return model, loss, method
 

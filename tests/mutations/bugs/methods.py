@@ -74,6 +74,35 @@ MUTANTS = (
         "tests/methods/carriers/test_sources.py::test_carriers_see_private_records_only_through_the_release[history]",
     ),
     Mutant(
+        "public carriers hold gradients of private records too",
+        "methods/carriers/method.py",
+        (
+            (
+                '        return {f"{name}:{side}": part for side, part in self.carriers[name].project(value)}',
+                '        if self.source == "public":\n'
+                "            self.start[name] = self.start.get(name, 0) + value.dense().sum(0)\n"
+                '        return {f"{name}:{side}": part for side, part in self.carriers[name].project(value)}',
+            ),
+            (
+                "return lambda: oriented(public[name])",
+                "return lambda: oriented(public[name] + self.start.get(name, 0))",
+            ),
+        ),
+        "tests/methods/carriers/test_sources.py::test_carriers_see_private_records_only_through_the_release[public]",
+    ),
+    Mutant(
+        "Sparse DP-SGD keeps the elements with large gradients",
+        "methods/carriers/lowrank.py",
+        (
+            (
+                'yield "S", Dense(value.dense().flatten(1).index_select(1, self.index))',
+                "g = value.dense().flatten(1)\n"
+                '        yield "S", Dense(g.index_select(1, g.abs().sum(0).topk(len(self.index)).indices))',
+            ),
+        ),
+        "tests/methods/carriers/test_method.py::test_norms_and_clipped_sums_equal_the_oracles",
+    ),
+    Mutant(
         "momentum resumes without its average, silently",
         "methods/carriers/method.py",
         (('if self.source == "momentum":\n                raise', "if False:\n                raise"),),
