@@ -107,7 +107,12 @@ def cells(plan: dict[str, Any]) -> list[tuple[str, float, int]]:
 def asked(plan: dict[str, Any], row: str, rate: float, seed: int) -> dict[str, Any]:
     """Everything that a run depends on."""
     changes = {k: v for k, v in (plan["rows"][row] or {}).items() if k not in ("learning_rates", "seeds")}
-    return {name: plan[name] for name in COMMON if name in plan} | plan["settings"] | changes | {"learning_rate": rate, "seed": seed}
+    return (
+        {name: plan[name] for name in COMMON if name in plan}
+        | plan["settings"]
+        | changes
+        | {"learning_rate": rate, "seed": seed}
+    )
 
 
 def file_of(plan: dict[str, Any], settings: dict[str, Any]) -> Path:

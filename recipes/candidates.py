@@ -71,21 +71,19 @@ class Shaped(Full):
     """BK that clips and adds noise in units in which noised gradients were of equal size: scale, clip, noise, unscale.
 
     After each step the energy of a block, or of each of its rows and columns, is estimated from the noised gradient:
-    the sum of squares less that of the noise, averaged over steps by `decay`. The scale is the energy of an element to
-    the power of -`power`: 0 is BK, 1/4 has the least noise in all for one clip norm, 1/2 makes all elements alike. It
-    is normalised so that the estimated norm of the whole gradient stays.
-
-    Args:
-        per: "block", or "row" for rows and columns of matrices.
-        least: Smallest energy of an element, relative to the mean of all.
+    the mean square of its elements less that of the noise, averaged over steps by `decay`. To it comes the standard
+    error of that estimate, so that what is not known to be small is not taken to be small. The scale is this energy
+    to the power of -`power`: 0 is BK, 1/4 has the least noise in all for one clip norm, 1/2 makes all elements alike.
+    It is normalised so that the estimated norm of the whole gradient stays.
     """
 
     takes_shards = False
 
-    def __init__(self, per: str = "block", power: float = 0.25, decay: float = 0.9, least: float = 0.01) -> None:
-        self.per, self.power, self.decay, self.least = per, power, decay, least
+    def __init__(self, per: str = "block", power: float = 0.25, decay: float = 0.9) -> None:
+        self.per, self.power, self.decay = per, power, decay
         self.variance = 0.0  # of the noise on an element of the noised mean, in the scaled units; set by the recipe
-        self.energies: dict[str, list[Tensor]] = {}
+        self.energies: dict[str, list[Tensor]] = {}  # by block: of its rows and columns, or one number
+        self.errors: dict[str, list[Tensor]] = {}  # their variances
         self.factors: dict[str, list[Tensor]] = {}  # by block: along each axis, or one number
         self.weight = 0.0
 
@@ -96,59 +94,61 @@ class Shaped(Full):
         factors = self.factors.get(name)
         if factors is None:
             return super().observe(name, value)
-        if len(factors) == 2 and isinstance(value, Outer):
-            # formed only after the scale, so that the choice of the smaller form stays
-            rows, columns = (f.to(value.left.dtype) for f in factors)
-            value = Outer(value.left * rows, value.right * columns, value.shape)
-        elif len(factors) == 2:
-            value = Dense(value.dense() * factors[0].unsqueeze(1) * factors[1])
-        elif isinstance(value, Outer):
-            value = Outer(value.left * factors[0].to(value.left.dtype), value.right, value.shape)
-        elif isinstance(value, Rows):
+        if isinstance(value, Outer):  # formed only after the scale, so that the choice of the smaller form stays
+            left, *right = (f.to(value.left.dtype) for f in factors)
+            value = Outer(value.left * left, value.right * right[0] if right else value.right, value.shape)
+        elif isinstance(value, Rows) and len(factors) == 1:
             value = Rows(value.index, value.ds * factors[0].to(value.ds.dtype), value.shape)
         else:
-            value = Dense(value.dense() * factors[0])
+            value = Dense(value.dense() * self._unit(name))
         return super().observe(name, value)
+
+    def _unit(self, name: str) -> Tensor:
+        factors = self.factors.get(name, [torch.ones(())])
+        return torch.outer(*factors) if len(factors) == 2 else factors[0]
 
     def begin_step(self, step: int) -> None:
         if not self.energies:
             return
-        blocks = {
-            name: [e / self.weight for e in found] for name, found in self.energies.items()
-        }  # means of an element's squared gradient
-        total = sum(float(e[0].mean().clamp(min=0)) * self.parameters[n].numel() for n, e in blocks.items())
-        if total <= 0:
-            return
-        mean = total / sum(p.numel() for p in self.parameters.values())
-        scales: dict[str, list[Tensor]] = {}
-        after = 0.0
-        for name, found in blocks.items():
-            found = [e.clamp(min=self.least * mean) for e in found]
-            if len(found) == 2:  # rank one: rows x columns / mean
-                rows, columns = found
-                middle = rows.mean()
-                scales[name] = [rows**-self.power, (columns / middle) ** -self.power]
-                energy = torch.outer(rows, columns / middle) ** (1 - 2 * self.power)
+        sizes = {name: p.numel() for name, p in self.parameters.items()}
+        found = {
+            name: [
+                e.clamp(min=0) / self.weight + v.sqrt() / self.weight
+                for e, v in zip(energies, self.errors[name], strict=True)
+            ]
+            for name, energies in self.energies.items()
+        }
+        total, after, scales = 0.0, 0.0, {}
+        for name, energies in found.items():
+            if len(energies) == 2:  # rank one: rows x columns / mean
+                rows, columns = energies
+                columns = columns / columns.mean()
+                scales[name] = [rows**-self.power, columns**-self.power]
+                energy = torch.outer(rows, columns)
             else:
-                scales[name] = [found[0] ** -self.power]
-                energy = found[0] ** (1 - 2 * self.power) * torch.ones(self.parameters[name].numel())
-            after += float(energy.sum())
-        common = (total / max(after, 1e-30)) ** 0.5
-        self.factors = {name: [s[0] * common, *s[1:]] for name, s in scales.items()}
+                scales[name] = [energies[0] ** -self.power]
+                energy = energies[0]
+            total += float(energy.mean()) * sizes[name]
+            after += float((energy ** (1 - 2 * self.power)).mean()) * sizes[name]
+        common = (total / after) ** 0.5
+        self.factors = {name: [first * common, *rest] for name, (first, *rest) in scales.items()}
 
     def gradient(self, name: str, sums: Mapping[str, Tensor]) -> Tensor:
-        g, factors = sums[name], self.factors.get(name)
-        unit = torch.ones((), dtype=g.dtype)
-        if factors is not None:
-            unit = torch.outer(*factors) if len(factors) == 2 else factors[0]
-        g = g / unit
-        if self.per == "row" and g.dim() == 2 and min(g.shape) > 8:
-            square = g**2 - self.variance / unit**2
-            found = [square.mean(1), square.mean(0)]
-        else:
-            found = [(g**2 - self.variance / unit**2).mean()]
-        old = self.energies.get(name, [torch.zeros_like(e) for e in found])
-        self.energies[name] = [self.decay * o + (1 - self.decay) * e for o, e in zip(old, found, strict=True)]
+        unit = self._unit(name).to(sums[name].dtype)
+        g = sums[name] / unit
+        noise = torch.as_tensor(self.variance / unit**2, dtype=g.dtype).expand(g.shape)
+        axes = (1, 0) if self.per == "row" and g.dim() == 2 and min(g.shape) > 8 else (None,)
+        energies = self.energies.setdefault(name, [])
+        errors = self.errors.setdefault(name, [])
+        for place, axis in enumerate(axes):
+            count = g.numel() if axis is None else g.shape[axis]
+            e = (g**2 - noise).mean() if axis is None else (g**2 - noise).mean(axis)
+            v = 2 / count * ((noise**2).mean() if axis is None else (noise**2).mean(axis))
+            if place == len(energies):
+                energies.append(torch.zeros_like(e))
+                errors.append(torch.zeros_like(v))
+            energies[place] = self.decay * energies[place] + (1 - self.decay) * e
+            errors[place] = self.decay**2 * errors[place] + (1 - self.decay) ** 2 * v
         if name == next(iter(self.parameters)):
             self.weight = self.decay * self.weight + 1 - self.decay
         return g

@@ -97,6 +97,7 @@ def test_shaped_clips_in_scaled_units_exactly(per):
         for name, p in names.items():
             method.gradient(name, {name: torch.randn_like(p) + p})
     method.begin_step(1)
+    assert len(method.factors["0.weight"]) == (1 if per == "block" else 2)
     unit = {n: torch.outer(*f) if len(f) == 2 else f[0] for n, f in method.factors.items()}
     loss = nn.CrossEntropyLoss(reduction="none")
     expected = {name: torch.zeros_like(p) for name, p in names.items()}
@@ -120,3 +121,23 @@ def test_digits_hold_out_training_images():
     assert len(bench.train) == 1237
     assert bench.correct(bench.build(0)).shape == (200,)
     assert bench.build(0).vit.embeddings.cls_token.equal(bench.build(0).vit.embeddings.cls_token)
+
+
+def test_shaped_learns_energies_from_noised_gradients_and_makes_them_alike():
+    """With power 1/2 the scaled gradient has equal energies, and the norm of the whole stays."""
+    torch.manual_seed(0)
+    model = nn.Linear(40, 30)
+    energy = torch.outer(torch.linspace(1, 9, 30), torch.linspace(4, 1, 40))
+    method = Shaped("row", power=0.5)
+    method.variance = 0.01
+    method.attach(dict(model.named_parameters()))
+    for step in range(300):
+        method.begin_step(step)
+        unit = method._unit("weight")
+        noised = torch.randn(30, 40) * energy.sqrt() * unit + 0.1 * torch.randn(30, 40)
+        method.gradient("weight", {"weight": noised})
+        method.gradient("bias", {"bias": torch.randn(30) * method._unit("bias") + 0.1 * torch.randn(30)})
+    scaled = energy * method._unit("weight") ** 2
+    assert scaled.std() / scaled.mean() < 0.25 < energy.std() / energy.mean()
+    whole = scaled.sum() + 30 * method._unit("bias").square()
+    assert float(whole) == pytest.approx(float(energy.sum() + 30), rel=0.1)
