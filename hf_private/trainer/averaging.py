@@ -43,10 +43,9 @@ class WeightAverage(TrainerCallback):
 
     It takes the memory of one more copy of the trained weights, and of another one while it evaluates or saves.
 
-    >>> WeightAverage(decay=0.9).weight_of(step=1, last=100)  # the first step is all there is
-    1.0
-    >>> WeightAverage(tail=0.5).weight_of(step=50, last=100)
-    0.0
+    >>> average = WeightAverage(decay=0.5)
+    >>> [round(average.weight_of(count), 2) for count in (1, 2, 3)]  # of the newest weights; after many steps 0.5
+    [1.0, 0.67, 0.57]
     """
 
     def __init__(self, decay: float | None = None, tail: float | None = None) -> None:
@@ -59,16 +58,17 @@ class WeightAverage(TrainerCallback):
         self.decay, self.tail = decay, tail
         self.values: dict[str, Tensor] = {}  # the average, by parameter; empty if it has not begun
         self._parameters: dict[str, nn.Parameter] = {}
+        self._count = 0  # weights in the average
         self._step = 0
         self._write: Callable[[Mapping[str, Tensor]], None] = lambda values: None
 
-    def weight_of(self, step: int, last: int) -> float:
-        """Weight of the weights after `step`, counted from 1, in the average up to then; 0 before it begins."""
-        if self.decay is not None:
-            return (1 - self.decay) / (1 - self.decay**step)
-        assert self.tail is not None, "one of both is set"
-        before = last - max(round(self.tail * last), 1)
-        return 1 / (step - before) if step > before else 0.0
+    def has_begun(self, step: int, last: int) -> bool:
+        """Whether the weights after `step` of `last` belong to the average."""
+        return self.tail is None or step > last - max(round(self.tail * last), 1)
+
+    def weight_of(self, count: int) -> float:
+        """Weight of the newest of `count` weights in their average."""
+        return 1 / count if self.decay is None else (1 - self.decay) / (1 - self.decay**count)
 
     def begin(
         self, parameters: Mapping[str, nn.Parameter], write: Callable[[Mapping[str, Tensor]], None], step: int
@@ -78,7 +78,7 @@ class WeightAverage(TrainerCallback):
 
     def end(self) -> None:
         """Forget the average."""
-        self.values, self._parameters = {}, {}
+        self.values, self._parameters, self._count = {}, {}, 0
 
     @torch.no_grad()
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
@@ -86,14 +86,15 @@ class WeightAverage(TrainerCallback):
         if state.global_step <= self._step:  # of a complete run that was resumed: no step was taken
             return
         self._step = state.global_step
-        weight = self.weight_of(state.global_step, state.max_steps)
-        if not weight:
+        if not self.has_begun(state.global_step, state.max_steps):
+            self.values, self._count = {}, 0  # a run that was resumed may be longer than before
             return
+        self._count += 1
         for name, p in self._parameters.items():
-            if name in self.values:
-                self.values[name].lerp_(p.to(self.values[name].dtype), weight)
-            else:  # a run that was resumed without its average begins another one
+            if self._count == 1:
                 self.values[name] = p.detach().to(accumulation_dtype(p), copy=True)
+            else:
+                self.values[name].lerp_(p.to(self.values[name].dtype), self.weight_of(self._count))
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Leave the average in the model."""
@@ -128,7 +129,8 @@ class WeightAverage(TrainerCallback):
             folder.mkdir(parents=True, exist_ok=True)
             tensors = {f"average.{name}": x for name, x in self.values.items()}
             tensors |= {f"own.{name}": p.detach() for name, p in self._parameters.items()}
-            save_file({name: x.contiguous() for name, x in tensors.items()}, folder / FILE, metadata=self._settings)
+            metadata = self._settings | {"count": str(self._count)}
+            save_file({name: x.contiguous() for name, x in tensors.items()}, folder / FILE, metadata=metadata)
 
     def load(self, folder: Path, parameters: Mapping[str, nn.Parameter]) -> None:
         """Read what `save` has written, and put the weights to go on with into the parameters."""
@@ -141,6 +143,7 @@ class WeightAverage(TrainerCallback):
                 raise ValueError(
                     f"`WeightAverage` must be as it was when the checkpoint was saved ({saved}), got {self._settings}."
                 )
+            self._count = int(file.metadata()["count"])
             for key in file.keys():  # noqa: SIM118  not a dict
                 kind, _, name = key.partition(".")
                 if kind == "own":

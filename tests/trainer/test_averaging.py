@@ -183,6 +183,33 @@ def test_a_second_run_begins_a_new_average(tmp_path: Path) -> None:
     assert not torch.equal(training.weights(trainer.model), first)
 
 
+@pytest.mark.parametrize(("average", "formula"), [({"decay": 0.8}, {"decay": 0.8}), ({"tail": 0.5}, {"tail": 2})])
+@pytest.mark.usefixtures("quick_cards")
+def test_a_run_that_is_resumed_without_its_average_begins_another(
+    tmp_path: Path, average: dict, formula: dict
+) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 6}
+    training.trainer(tmp_path, key=training.KEY, callbacks=[training.Stop(6)], **ADAM | saving).train()
+    keeps = Weights()
+    again = made(tmp_path, WeightAverage(**average), keeps)
+    again.train(resume_from_checkpoint=True)
+    assert len(keeps.seen) == 2
+    torch.testing.assert_close(training.weights(again.model), expected(keeps.seen, **formula), rtol=0, atol=1e-6)
+
+
+@pytest.mark.usefixtures("quick_cards")
+def test_a_run_that_is_resumed_to_be_longer_averages_its_own_tail(tmp_path: Path) -> None:
+    made(tmp_path, WeightAverage(tail=0.5), save_strategy="steps", save_steps=STEPS).train()
+    keeps = Weights()
+    again = made(tmp_path, WeightAverage(tail=0.25), keeps)
+    with pytest.raises(ValueError, match="`WeightAverage`"):
+        again.train(resume_from_checkpoint=True)
+    again = made(tmp_path, WeightAverage(tail=0.5), keeps, max_steps=3 * STEPS)
+    again.train(resume_from_checkpoint=True)
+    assert len(keeps.seen) == 2 * STEPS
+    torch.testing.assert_close(training.weights(again.model), expected(keeps.seen, tail=12), rtol=0, atol=1e-6)
+
+
 @pytest.mark.usefixtures("quick_cards")
 def test_averages_of_half_precision_are_kept_in_float32(tmp_path: Path) -> None:
     average = WeightAverage(decay=0.999)
