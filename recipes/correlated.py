@@ -155,8 +155,8 @@ def table(settings: dict[str, tuple[int, int, int, float]], epsilons: list[float
     lines = [
         "# Correlated noise: what it would gain", "",
         "Noise on the sum of the gradients up to a step, root mean square over the steps, as a multiple of that of"
-        " DP-SGD (one band) at the same epsilon. `constant` and `linear` are schedules of the learning rate. In brackets: the"
-        " noise multiplier.", "",
+        " DP-SGD (one band) at the same epsilon. `constant` and `linear` are schedules of the learning rate. In"
+        " brackets: the noise multiplier.", "",
         "| setting | epsilon | rate | " + " | ".join(f"{b} bands" for b in bands) + " |",
         "| --- | --- | --- |" + " --- |" * len(bands),
     ]  # fmt: skip
