@@ -4,8 +4,8 @@
     HF_PRIVATE_DATA=path/to/data python recipes/ablation.py recipes/configs/ablation_sst2.yaml
 
 A row of the file changes some settings of the base: fields of TrainingArguments and DPConfig, `frozen` (a regular
-expression for parameters), `optimizer` and `method` (classes of recipes/candidates.py with their arguments), and its
-`learning_rates` and `seeds`. Frozen layers are computed once, as in recipes/paired.py.
+expression for parameters), `lora` (fields of LoraConfig), `optimizer` and `method` (classes of recipes/candidates.py
+with their arguments), and its `learning_rates` and `seeds`. Frozen layers are computed once, as in recipes/paired.py.
 
 Runs with the same seed have the same draws and the same noise, so that rows are compared with less noise of their own.
 Noise that can be repeated protects nobody: the runs are NOT PRIVATE, and serve only to choose settings on public data.
@@ -32,6 +32,7 @@ import paired
 import torch
 import vision
 import yaml
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import (
     PreTrainedModel,
@@ -171,7 +172,10 @@ def run(plan: dict[str, Any], settings: dict[str, Any], bench: Bench, where: Pat
     for name, p in model.named_parameters():
         if re.fullmatch(settings.get("frozen", "-"), name):
             p.requires_grad_(False)
-    own = ("frozen", "optimizer", "method", "averaged", *COMMON)
+    if settings.get("lora"):
+        set_seed(settings["seed"])
+        model = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="SEQ_CLS", **settings["lora"]))
+    own = ("frozen", "lora", "optimizer", "method", "averaged", *COMMON)
     private = {name: settings[name] for name in PRIVATE if name in settings}
     training = {n: v for n, v in settings.items() if n not in (*own, *PRIVATE)}
     fixed = {"bf16": plan["bf16"], "use_cpu": True, "save_strategy": "no", "report_to": [], "disable_tqdm": True}

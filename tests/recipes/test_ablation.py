@@ -16,6 +16,7 @@ ROWS = {
     "less noise": {"optimizer": {"floor": 0.3, "lowpass": 0.5, "largest": 1.0}},
     "blocks": {"method": {"name": "Shaped", "with": {"per": "block"}}},
     "rows": {"method": {"name": "Shaped", "with": {"per": "row"}}, "seeds": [0]},
+    "FFA-LoRA": {"lora": {"r": 2}, "train_only": "lora-B"},
     "biases": {"train_only": "bias", "frozen": ".*LayerNorm.*"},
 }
 
