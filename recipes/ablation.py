@@ -5,7 +5,8 @@
 
 A row of the file changes some settings of the base: fields of TrainingArguments and DPConfig, `frozen` (a regular
 expression for parameters), `lora` (fields of LoraConfig), `optimizer` and `method` (classes of recipes/candidates.py
-with their arguments), and its `learning_rates` and `seeds`. Frozen layers are computed once, as in recipes/paired.py.
+and recipes/preconditioned.py with their arguments), and its `learning_rates` and `seeds`. Frozen layers are computed
+once, as in recipes/paired.py.
 
 Runs with the same seed have the same draws and the same noise, so that rows are compared with less noise of their own.
 Noise that can be repeated protects nobody: the runs are NOT PRIVATE, and serve only to choose settings on public data.
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple
 import candidates
 import numpy as np
 import paired
+import preconditioned
 import torch
 import vision
 import yaml
@@ -46,6 +48,7 @@ from hf_private import DPConfig, DPTrainer
 from hf_private.gradients.bookkeeper import trainable
 from hf_private.gradients.method import Method
 
+METHODS = {"Shaped": candidates.Shaped, "QuantileClip": preconditioned.QuantileClip}
 PRIVATE = tuple(DPConfig.__dataclass_fields__)
 COMMON = (  # what all runs of a plan share
     *("task", "frozen_layers", "max_length", "held_out", "train_records", "pooling", "bf16", "delta", "averages"),
@@ -77,10 +80,20 @@ class Trainer(DPTrainer):
     """DPTrainer whose draws and noise follow from the seed, with the ideas of recipes/candidates.py."""
 
     chosen: dict[str, Any]
+    public: list[Any]
 
     def create_method(self) -> Method:
         asked = self.chosen.get("method")
-        return getattr(candidates, asked["name"])(**asked["with"]) if asked else super().create_method()
+        if not asked:
+            return super().create_method()
+        if asked["name"] == "Preconditioned":
+            return preconditioned.Preconditioned(self._public_sides(**asked["with"]))
+        return METHODS[asked["name"]](**asked["with"])
+
+    def _public_sides(self, **settings: Any) -> dict[str, tuple[preconditioned.Side, preconditioned.Side]]:
+        loss, records = self.create_loss(self.model), self.public
+        batches = [self._prepare_inputs(self.data_collator(records[i : i + 32])) for i in range(0, len(records), 32)]
+        return preconditioned.public_sides(self.model, lambda batch: loss(self.model, batch), batches, **settings)
 
     def _attach(self, method: Method, sample_rate: float, steps: int) -> None:
         super()._attach(method, sample_rate, steps)
@@ -128,6 +141,7 @@ class Bench(NamedTuple):
     train: Any
     arguments: dict[str, Any]
     correct: Callable[[PreTrainedModel], np.ndarray]  # for each held-out record, whether it is classified correctly
+    public: list[Any]
 
 
 def sst2(plan: dict[str, Any]) -> Bench:
@@ -138,6 +152,7 @@ def sst2(plan: dict[str, Any]) -> Bench:
         train=data.parts["train"],
         arguments={"data_collator": paired.collate},
         correct=lambda model: paired.correct(model, data.parts["score"], plan["bf16"]),
+        public=data.parts["public"][:256],
     )
 
 
@@ -159,7 +174,7 @@ def digits(plan: dict[str, Any]) -> Bench:
         return (model(pixel_values=batch["pixel_values"]).logits.argmax(-1) == batch["labels"]).numpy()
 
     arguments = {"data_collator": default_data_collator, "per_sample_loss": vision.class_losses}
-    return Bench(build, vision.Images(images[rest], labels[rest], "digits"), arguments, correct)
+    return Bench(build, vision.Images(images[rest], labels[rest], "digits"), arguments, correct, [])
 
 
 BENCHES = {"sst2": sst2, "digits": digits}
@@ -191,7 +206,7 @@ def run(plan: dict[str, Any], settings: dict[str, Any], bench: Bench, where: Pat
         model, args, dp_config=DPConfig(target_delta=plan["delta"], **private), train_dataset=bench.train,
         callbacks=[averages], optimizers=(optimizer, None), **bench.arguments,
     )  # fmt: skip
-    trainer.chosen = settings
+    trainer.chosen, trainer.public = settings, bench.public
     trainer._test_key = hashlib.sha256(f"ablation {settings['seed']}".encode()).digest()
     start = time.process_time()
     trainer.train()

@@ -16,6 +16,8 @@ ROWS = {
     "less noise": {"optimizer": {"floor": 0.3, "lowpass": 0.5, "largest": 1.0}},
     "blocks": {"method": {"name": "Shaped", "with": {"per": "block"}}},
     "rows": {"method": {"name": "Shaped", "with": {"per": "row"}}, "seeds": [0]},
+    "quantile": {"method": {"name": "QuantileClip", "with": {"count_std": 4, "expected_batch_size": 8}}},
+    "public": {"method": {"name": "Preconditioned", "with": {"k": 2}}},
     "FFA-LoRA": {"lora": {"r": 2}, "train_only": "lora-B"},
     "biases": {"train_only": "bias", "frozen": ".*LayerNorm.*"},
 }
