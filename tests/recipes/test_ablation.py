@@ -1,11 +1,17 @@
 """The ablation runner: rows with the same draws and noise, averages of weights, and what it tries."""
 
+from dataclasses import fields
+from pathlib import Path
+
 import ablation
 import pytest
 import torch
+import yaml
 from candidates import NoiseAwareAdam, Shaped
 from torch import nn
+from transformers import TrainingArguments
 
+from hf_private.config import DPConfig
 from hf_private.gradients.bookkeeper import BookKeeper
 from hf_private.mechanism.clipping import Clipping
 from tests.recipes.test_paired import plan  # noqa: F401  a fixture
@@ -33,8 +39,6 @@ def screen(plan):  # noqa: F811
 
 
 def test_every_row_runs_and_is_kept(screen, tmp_path):
-    import yaml
-
     file = tmp_path / "ablation.yaml"
     file.write_text(yaml.safe_dump(screen))
     assert ablation.main([str(file), "--limit", "4"]) == 0
@@ -144,3 +148,20 @@ def test_shaped_learns_energies_from_noised_gradients_and_makes_them_alike():
     assert scaled.std() / scaled.mean() < 0.25 < energy.std() / energy.mean()
     whole = scaled.sum() + 30 * method._unit("bias").square()
     assert float(whole) == pytest.approx(float(energy.sum() + 30), rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["sst2", "digits"])
+def test_the_plans_name_settings_that_exist(name, tmp_path):
+    plan = yaml.safe_load((Path(ablation.__file__).parent / "configs" / f"ablation_{name}.yaml").read_text())
+    own = {"frozen", "lora", "optimizer", "method", "averaged", "seed", *ablation.COMMON}
+    known = own | {*ablation.PRIVATE} | {field.name for field in fields(TrainingArguments)}
+    files = set()
+    for row, rate, seed in ablation.cells(plan):
+        settings = ablation.asked(plan, row, rate, seed)
+        assert settings.keys() <= known, row
+        DPConfig(**{name: settings[name] for name in ablation.PRIVATE if name in settings})
+        files.add(ablation.file_of(plan, settings))
+        method = settings.get("method")
+        if method and method["name"] in ablation.METHODS:
+            ablation.METHODS[method["name"]](**method["with"])
+    assert len(files) == len(ablation.cells(plan)), "every run has a file of its own"
