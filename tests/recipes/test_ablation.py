@@ -151,17 +151,17 @@ def test_shaped_learns_energies_from_noised_gradients_and_makes_them_alike():
 
 
 @pytest.mark.parametrize("name", ["sst2", "digits"])
-def test_the_plans_name_settings_that_exist(name, tmp_path):
-    plan = yaml.safe_load((Path(ablation.__file__).parent / "configs" / f"ablation_{name}.yaml").read_text())
+def test_the_plans_name_settings_that_exist(name):
+    read = yaml.safe_load((Path(ablation.__file__).parent / "configs" / f"ablation_{name}.yaml").read_text())
     own = {"frozen", "lora", "optimizer", "method", "averaged", "seed", *ablation.COMMON}
     known = own | {*ablation.PRIVATE} | {field.name for field in fields(TrainingArguments)}
     files = set()
-    for row, rate, seed in ablation.cells(plan):
-        settings = ablation.asked(plan, row, rate, seed)
+    for row, rate, seed in ablation.cells(read):
+        settings = ablation.asked(read, row, rate, seed)
         assert settings.keys() <= known, row
         DPConfig(**{name: settings[name] for name in ablation.PRIVATE if name in settings})
-        files.add(ablation.file_of(plan, settings))
+        files.add(ablation.file_of(read, settings))
         method = settings.get("method")
         if method and method["name"] in ablation.METHODS:
             ablation.METHODS[method["name"]](**method["with"])
-    assert len(files) == len(ablation.cells(plan)), "every run has a file of its own"
+    assert len(files) == len(ablation.cells(read)), "every run has a file of its own"
