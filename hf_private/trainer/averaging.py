@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerState
-from transformers.trainer_utils import TrainOutput
 
 from hf_private import _validate as validate
 from hf_private.gradients.bookkeeper import trainable
@@ -175,14 +174,10 @@ class AveragingMixin(TrainerBase):
                 p.copy_(values[name])
         self.provenance.note_update()
 
-    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Trainer's `train`; without a run there is no average."""
-        averaging = self._averaging
-        try:
-            return super().train(*args, **kwargs)
-        finally:
-            if averaging is not None:
-                averaging.end()
+    def _end_average(self) -> None:
+        """Called at the end of `train()`, however it ends: without a run there is no average."""
+        if (averaging := self._averaging) is not None:
+            averaging.end()
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)

@@ -110,6 +110,7 @@ class TrainingMixin(AveragingMixin, PublishingMixin, LoadingMixin):
             self._keys = None
             self._mechanism = None
             self.is_in_train = False
+            self._end_average()
         self.graceful_stop.raise_if_stopped()
         return output if self.dp_config.log_nonprivate else output._replace(training_loss=math.nan)
 

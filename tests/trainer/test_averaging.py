@@ -172,6 +172,22 @@ def test_a_run_that_fails_has_no_average(tmp_path: Path) -> None:
     assert torch.equal(training.weights(trainer.model), last)
 
 
+@pytest.mark.usefixtures("quick_cards")
+def test_the_checkpoint_of_a_run_that_fails_has_its_average(tmp_path: Path) -> None:
+    class Fail(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 6:
+                raise RuntimeError("no")
+
+    whole = made(tmp_path / "whole", WeightAverage(decay=0.8))
+    whole.train()
+    with pytest.raises(RuntimeError, match="no"):
+        made(tmp_path / "half", WeightAverage(decay=0.8), Fail()).train()
+    again = made(tmp_path / "half", WeightAverage(decay=0.8))
+    again.train(resume_from_checkpoint=True)
+    assert torch.equal(training.weights(again.model), training.weights(whole.model))
+
+
 def test_a_second_run_begins_a_new_average(tmp_path: Path) -> None:
     keeps = Weights()
     trainer = made(tmp_path, WeightAverage(tail=0.5), keeps, max_steps=4)
