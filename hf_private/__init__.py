@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .publishing.verify import verify
     from .spending.ledger import PrivacyLedger
     from .tasks.pooling import read_by_mean
+    from .trainer.averaging import WeightAverage
     from .trainer.callbacks import PrivacyCallback
     from .trainer.seq2seq import DPSeq2SeqTrainer
     from .trainer.trainer import DPTrainer
@@ -34,6 +35,7 @@ __all__ = [
     "DPTrainer",
     "PrivacyCallback",
     "PrivacyLedger",
+    "WeightAverage",
     "calibrate",
     "read_by_mean",
     "verify",
@@ -48,6 +50,7 @@ _MODULES = {
     "DPTrainer": "trainer.trainer",
     "PrivacyCallback": "trainer.callbacks",
     "PrivacyLedger": "spending.ledger",
+    "WeightAverage": "trainer.averaging",
     "calibrate": "accounting.budget",
     "read_by_mean": "tasks.pooling",
     "verify": "publishing.verify",

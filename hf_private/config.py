@@ -15,7 +15,7 @@ from hf_private.mechanism.noise import NOISE_KINDS
 from hf_private.mechanism.units import SAMPLINGS
 from hf_private.spending.stated_unit import draws_units, group_size
 
-TRAIN_ONLY = ("bias",)
+TRAIN_ONLY = ("bias", "head", "upper-half", "lora-B")  # `methods.presets`
 METHODS = ("carriers", "anchors")  # fields with the config of a gradient method: `methods.registry.CONFIGS`
 BUDGETS = ("target_epsilon", "target_risk", "noise_multiplier")  # exactly one of them is set
 
@@ -115,9 +115,12 @@ class DPConfig:
         choices=list(ACCOUNTANTS),
     )
     train_only: str | None = _help(
-        None, "'bias': train all biases and the task head, and freeze the rest (BiTFiT). Default: what is trainable.",
+        None,
+        "'bias': train all biases and the task head, and freeze the rest (BiTFiT); 'head': the task head;"
+        " 'upper-half': the upper half of the layers and the head; 'lora-B': of a LoRA, all but A (FFA-LoRA). Default:"
+        " what is trainable.",
         choices=list(TRAIN_ONLY),
-    )  # fmt: skip
+    )
     carriers: dict | str | None = _help(
         None, "Low-rank gradient carriers (RGP, LSG): a `CarrierConfig`, a dict or a JSON string."
     )
@@ -235,8 +238,8 @@ class DPConfig:
             raise ValueError("Only one of `carriers` and `anchors` may be set, got both. Choose one method.")
         if self.train_only is not None and self.carriers is not None:
             raise ValueError(
-                f"`train_only` must be None with `carriers`, got {self.train_only!r}: biases have no carriers. Leave"
-                " out one of the two."
+                f"`train_only` must be None with `carriers`, got {self.train_only!r}: `target_modules` and"
+                " `exclude_modules` of the carriers say what is trained. Leave out one of the two."
             )
 
     @property

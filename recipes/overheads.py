@@ -26,7 +26,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from training import RecipeTrainer
 from transformers import DataCollatorWithPadding, TrainerCallback, TrainerState
 
-from hf_private import DPTrainer, PrivacyCallback
+from hf_private import DPTrainer, PrivacyCallback, WeightAverage
 from hf_private.mechanism.noise import NoiseSource, reseed_global
 from hf_private.mechanism.sampling import PoissonSampler
 from hf_private.mechanism.step import Mechanism
@@ -47,6 +47,7 @@ SHOWN: dict[str, list[Callable]] = {  # other parts of a step
     "fetching and collating records": [_MapDatasetFetcher.fetch],
     "passes and clipped sums": [Mechanism._clipped_sums],
     "optimizer": [torch.optim.AdamW.step],
+    "average of the weights, if asked for": [WeightAverage.on_step_end],
 }
 
 
@@ -83,7 +84,7 @@ def run(method: str, argv: list[str]) -> dict[str, float]:
         model, tokenizer = load_model(options, args.seed)
         train_set, _ = load_data(options, tokenizer)
         watch = Watch()
-        common = {"data_collator": DataCollatorWithPadding(tokenizer), "callbacks": [watch]}
+        common = {"data_collator": DataCollatorWithPadding(tokenizer), "callbacks": [WeightAverage(decay=0.9), watch]}
         trainer = RecipeTrainer(model, args, dp_config=dp_config, train_dataset=train_set, **common)
         trainer.train()
         steps = trainer.state.global_step

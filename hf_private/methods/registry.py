@@ -16,7 +16,9 @@ from .carriers.config import CarrierConfig
 from .carriers.method import Carriers
 from .gep.config import AnchorConfig
 from .gep.method import Anchors
-from .targeting import TargetConfig, freeze_all_but_biases
+from .presets import PRESETS
+from .presets import train_only as freeze_all_but
+from .targeting import TargetConfig
 
 CONFIGS: dict[str, type[TargetConfig]] = {"carriers": CarrierConfig, "anchors": AnchorConfig}
 CONFIGURED = {method.__name__ for method in (Full, Carriers, Anchors)}  # methods whose settings are in `DPConfig`
@@ -54,11 +56,11 @@ def resolve_method(
 ) -> Method:
     """The gradient method that a config asks for; freezes every parameter of the model that it does not train.
 
-    `seed` is public (`TrainingArguments.seed`); no secret may depend on it. `train_only="bias"` freezes all but biases
-    and the task head first (BiTFiT).
+    `seed` is public (`TrainingArguments.seed`); no secret may depend on it. `train_only` names a preset of
+    `methods.presets`, which is applied first.
     """
-    if train_only == "bias":
-        freeze_all_but_biases(model)
+    if train_only is not None:
+        freeze_all_but(model, train_only)
     return Full() if config is None else config.build(model, clipping=clipping, seed=seed)
 
 
@@ -73,14 +75,18 @@ def describe_method(settings: Mapping[str, Any], peft: str | None = None, record
 
     >>> describe_method({"carriers": {"r": 8, "sparsity": 0.3}})
     'LSG: low-rank, sparse gradient carriers (r=8, sparsity=0.3)'
+    >>> describe_method({"train_only": "lora-B"}, peft="LORA")
+    'DP-SGD with book-keeping (BK) on the matrices B (FFA-LoRA) of a LoRA adapter'
     >>> describe_method({}, recorded="DP-PowerSGD")
     'DP-PowerSGD'
     """
-    adapter = f" on a {'LoRA' if peft == 'LORA' else peft} adapter" if peft else ""
+    preset = PRESETS.get(settings.get("train_only") or "")
+    part = f"{preset.words} of " if preset and peft else ""
+    adapter = f" on {part}a {'LoRA' if peft == 'LORA' else peft} adapter" if peft else ""
     if recorded is not None and recorded not in CONFIGURED:
         return recorded + adapter
     for field, config in CONFIGS.items():
         if settings.get(field):
             return config.describe(settings[field])
-    trained = " on biases and the task head (BiTFiT)" if settings.get("train_only") else " on every trainable weight"
+    trained = f" on {preset.words}" if preset else " on every trainable weight"
     return "DP-SGD with book-keeping (BK)" + (adapter or trained)

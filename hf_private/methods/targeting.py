@@ -207,6 +207,11 @@ def _head(model: nn.Module, modules: dict[str, nn.Module], first: dict[int, str]
     return set(first.values()) - {first[id(p)] for p in base.parameters()}
 
 
+def head_of(model: nn.Module) -> set[str]:
+    """Names of the parameters of the task head."""
+    return _head(model, dict(model.named_modules()), {id(p): name for name, p in model.named_parameters()})
+
+
 def _excluded(config: TargetConfig, path: str) -> bool:
     only = SimpleNamespace(
         exclude_modules=config.exclude_modules, target_modules=".*", target_parameters=None, modules_to_save=None
@@ -274,23 +279,6 @@ def _frozen(field_name: str, path: str) -> str:
         f"`{field_name}` must match trainable modules, got `{path}`, which is frozen. Call `requires_grad_(True)` on"
         " it, or leave it out with `exclude_modules`."
     )
-
-
-def freeze_all_but_biases(model: nn.Module) -> None:
-    """BiTFiT (Zaken et al. 2022): train biases and the task head. A model without trainable biases is refused."""
-    if isinstance(model, PeftModel):
-        raise ValueError(
-            "`train_only` must be None for a PEFT model, got 'bias': PEFT says what it trains (`bias` of its config)."
-        )
-    first = {id(p): name for name, p in model.named_parameters()}
-    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
-    biases = {name for name in trainable if name.rpartition(".")[2] == "bias"}
-    if not biases:
-        raise ValueError(
-            f"`train_only` must be None for {type(model).__name__}, got 'bias': it has no trainable biases. Use LoRA"
-            " or carriers."
-        )
-    freeze_rest(model, biases | (_head(model, dict(model.named_modules()), first) & trainable))
 
 
 def freeze_rest(model: nn.Module, trained: Collection[str]) -> None:

@@ -23,6 +23,7 @@ from hf_private.spending.spending import LEDGER
 from hf_private.tasks.losses import PerSampleLoss
 from hf_private.tasks.unit_loss import RowsLoss
 
+from .averaging import AveragingMixin
 from .guards import ForwardGuard, check_optimizer, check_order, check_ranks
 from .interruption import GracefulStop, save_after_error
 from .loading import LoadingMixin
@@ -33,7 +34,7 @@ from .resume import check_layout, last_checkpoint
 from .setup import Keys, build_mechanism
 
 
-class TrainingMixin(PublishingMixin, LoadingMixin):
+class TrainingMixin(AveragingMixin, PublishingMixin, LoadingMixin):
     """The runs of a private Trainer class. `PrivateMixin` sets what they read."""
 
     log_filter: LogFilter
@@ -109,6 +110,7 @@ class TrainingMixin(PublishingMixin, LoadingMixin):
             self._keys = None
             self._mechanism = None
             self.is_in_train = False
+            self._end_average()
         self.graceful_stop.raise_if_stopped()
         return output if self.dp_config.log_nonprivate else output._replace(training_loss=math.nan)
 

@@ -206,6 +206,12 @@ LARGE_ENOUGH = {  # so that activations, sums and weights all count
     "llama": LARGE | {"intermediate_size": 160, "head_dim": 32, "num_key_value_heads": 2},
 }
 
+PRESETS = {  # of `train_only`: GPT-2's head is its embedding, and Llama has no biases
+    "bert": ("bias", "head", "upper-half"),
+    "gpt2": ("bias",),
+    "llama": ("head", "upper-half"),
+}
+
 
 @pytest.mark.parametrize("family", LARGE_ENOUGH)
 def test_estimates_hold_for_whole_steps_of_the_mechanism(family: str) -> None:
@@ -222,7 +228,9 @@ def test_estimates_hold_for_whole_steps_of_the_mechanism(family: str) -> None:
     assert [row.method for row in rows] == [
         "plain training",
         "BK",
+        *(f"BK, train_only={preset}" for preset in PRESETS[family]),
         "BK on LoRA r=4",
+        "BK on LoRA r=4, train_only=lora-B",
         "RGP r=4",
         "LSG r=4 sparsity=0.3",
     ]
@@ -233,7 +241,8 @@ def test_estimates_hold_for_whole_steps_of_the_mechanism(family: str) -> None:
             model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
         batch = synthetic_batch(model, 4, 48)
         batch["attention_mask"].fill_(1)
-        loss, method = PerSampleLoss(model), resolve_method(carriers, model)
+        preset = row.method.partition("train_only=")[2] or None
+        loss, method = PerSampleLoss(model), resolve_method(carriers, model, train_only=preset)
         private = Mechanism(
             model, loss, method=method, clipping=Clipping(), noise=NoiseSource(), noise_multiplier=0.0,
             sample_rate=0.1, expected_batch_size=8, charge=lambda event: None,
@@ -254,7 +263,10 @@ def test_estimates_hold_for_whole_steps_of_the_mechanism(family: str) -> None:
         sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
         beside = row.total_bytes - sum(size for size, _ in sizes) - 2 * sum(size for size, trained in sizes if trained)
         assert costs[1].flops - costs[0].flops == pytest.approx(row.flops, rel=0.02), row.method
-        assert costs[1].peak_bytes == pytest.approx(beside, rel=0.1), row.method
+        if "train_only=head" in row.method:  # the peak is the sum, where only a CPU looks whether a record is dropped
+            assert costs[1].peak_bytes <= 1.1 * beside, row.method
+        else:
+            assert costs[1].peak_bytes == pytest.approx(beside, rel=0.1), row.method
 
 
 def test_peak_memory_sees_the_peak_and_forgets_what_is_freed() -> None:

@@ -12,7 +12,7 @@ from tests.support.launched import BOUND, STEPS, WORLDS
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", ["bk", "rgp", "lsg", "gep", "history", "units", "units-records"])
+@pytest.mark.parametrize("name", ["bk", "rgp", "lsg", "gep", "history", "average", "units", "units-records"])
 def test_the_trainer_gives_the_same_weights(results: dict, name: str, world: int) -> None:
     wanted = results[1][0]["trainer"][name]["weights"]
     for rank in results[world]:
@@ -115,6 +115,11 @@ def test_a_checkpoint_of_another_layout_is_refused_on_all_ranks(results: dict) -
             assert f"must be {wanted} for this run, got {got}" in found[case]
         assert "sharded by `distributed_config`" in found["at load"]
         assert "`load_best_model_at_end` cannot be combined" in found["best"]
+
+
+def test_an_average_of_sharded_weights_is_refused(results: dict) -> None:
+    for found in (rank["trainer"]["refused"] for rank in results[2]):
+        assert "without WeightAverage under FSDP2" in found["average"]
 
 
 # ---- Trainer's own ways, on ranks

@@ -17,7 +17,7 @@ from hf_private.gradients.method import Full
 from hf_private.methods.carriers.config import CarrierConfig
 from hf_private.methods.carriers.method import Carriers, Target
 from hf_private.methods.gep.config import AnchorConfig
-from hf_private.methods.registry import describe_method, resolve_method
+from hf_private.methods.registry import resolve_method
 from tests.support import zoo
 
 
@@ -378,25 +378,6 @@ def test_resolution_works_without_data():
     method = resolve(model, r=8)
     method.attach(trainable(model))
     assert method.blocks["bert.encoder.layer.0.intermediate.dense.weight:R"] == (8, 768)
-
-
-# ---- BiTFiT
-
-
-def test_training_only_biases_means_biases_and_the_head():
-    model = build("bert")
-    assert type(resolve_method(None, model, train_only="bias")) is Full
-    names = set(trainable(model))
-    assert {"classifier.weight", "classifier.bias", "bert.embeddings.LayerNorm.bias"} <= names
-    assert all(name.endswith("bias") or name.startswith("classifier") for name in names) and len(names) > 10
-    assert "BiTFiT" in describe_method({"train_only": "bias"}) and "BiTFiT" not in describe_method({})
-
-
-def test_models_without_biases_and_peft_models_are_refused():
-    with pytest.raises(ValueError, match="`train_only`.*Llama"):
-        resolve_method(None, build("llama"), train_only="bias")
-    with pytest.raises(ValueError, match="`train_only`"):
-        resolve_method(None, get_peft_model(build("bert"), LoraConfig(target_modules=["query"])), train_only="bias")
 
 
 # ---- as PEFT people expect

@@ -45,7 +45,7 @@ SMALL = {
     "carriers": '{"r": 2}',
     "anchors": '{"k": 4, "num_anchors": 8, "target_modules": ["classifier"]}',
 }
-OTHERS = ("sft_sgd", "paired_sst2", "paired_small")  # not read by options.py
+OTHERS = ("sft_sgd", "paired_sst2", "paired_small", "ablation_sst2", "ablation_digits")  # not read by options.py
 CONFIGS = sorted(path for path in (RECIPES / "configs").glob("*.yaml") if path.stem not in OTHERS)
 TABLES = [path for path in CONFIGS if path.stem.startswith("sweep")]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -13,6 +14,7 @@ from hf_private.gradients.method import Full, Method
 from hf_private.gradients.persample import Dense, Outer, PerSample
 from hf_private.methods.carriers.config import CarrierConfig
 from hf_private.methods.carriers.method import Carriers
+from hf_private.methods.presets import PRESETS
 from hf_private.methods.registry import resolve_method
 
 from . import dryrun, quantised
@@ -72,15 +74,17 @@ def compare(
     rank = carriers.get("r", CarrierConfig.r)
     sparsity = carriers.get("sparsity") or 0.3
     others: dict[str, Callable[[nn.Module], tuple[nn.Module, Method]]] = {
+        **{f"BK, train_only={preset}": partial(_preset, preset) for preset in PRESETS if preset != "lora-B"},
         f"BK on LoRA r={rank}": lambda model: (_lora(model, rank), Full()),
+        f"BK on LoRA r={rank}, train_only=lora-B": lambda model: _preset("lora-B", _lora(model, rank)),
         f"RGP r={rank}": lambda model: _with_carriers(model, {**carriers, "sparsity": 0.0}),
         f"LSG r={rank} sparsity={sparsity:g}": lambda model: _with_carriers(model, {**carriers, "sparsity": sparsity}),
     }
     for name, prepare in others.items():
         try:
             rows.append(_row(name, *prepare(build()), losses))
-        except ValueError:  # for example, a model without linear layers
-            if carriers:
+        except ValueError:  # for example, a model without linear layers, or that a preset does not fit
+            if carriers and "train_only" not in name:
                 raise
     if bits is not None:
         rows.append(_quantised_row(build(), rank, bits, losses))
@@ -99,6 +103,10 @@ def _quantised_row(model: nn.Module, rank: int, bits: int, losses: Losses) -> Ro
 
 def _lora(model: nn.Module, rank: int) -> nn.Module:
     return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
+
+
+def _preset(preset: str, model: nn.Module) -> tuple[nn.Module, Method]:
+    return model, resolve_method(None, model, train_only=preset)
 
 
 def _with_carriers(model: nn.Module, settings: dict[str, Any]) -> tuple[nn.Module, Method]:

@@ -69,6 +69,12 @@ MUTANTS = (
         "tests/gradients/test_ties.py::test_attention_that_chooses_tokens_of_long_rows_only_is_refused_for_long_records",
     ),
     Mutant(
+        "writing the average of the weights hides what a callback has written to them",
+        "trainer/averaging.py",
+        (("        self.provenance.check_update()\n", ""),),
+        "tests/trainer/test_averaging.py::test_what_a_callback_writes_is_noticed",
+    ),
+    Mutant(
         "records that a forward pass notes in the config, or a collator in the vocabulary, are saved",
         "trainer/provenance.py",
         (("        if written:\n", "        if False:\n"),),

@@ -8,6 +8,7 @@ import torch
 from transformers import BertForSequenceClassification, TrainerCallback
 
 from hf_private.distributed.ranks import Ranks
+from hf_private.trainer.averaging import WeightAverage
 from hf_private.trainer.trainer import DPTrainer
 from tests.support import training, zoo
 from tests.support.ranks.engine import KEY, RECORDS, lora
@@ -22,6 +23,7 @@ TRAINERS = {
     "gep": {"anchors": {"k": 1, "num_anchors": 8, "groups": [".*"]}},  # more directions these records do not have
     "lora": {"disjoint_data": True},  # its B is not zero, as if it had been trained before
     "history": {"carriers": CARRIERS | {"source": "history", "warmup_steps": 2, "power_iterations": 2}},
+    "average": {},
     "units": UNITS,  # of three rows, which no micro-batch of two holds
     "units-records": UNITS | {"unit_sampling": "records", "expected_batch_size": 6},
 }
@@ -32,6 +34,7 @@ EXTRA = {  # what a method's run is given besides
     "gep": {"anchor_dataset": [{"input_ids": [9, 9, 5 + i, 7 + i, 6, 8], "labels": 0} for i in range(8)]},
     "lora": {"optim": "adamw_torch", "learning_rate": 0.01},
     "history": {"optim": "adamw_torch", "learning_rate": 0.01},
+    "average": EVALUATED | {"eval_steps": 2, "callbacks": [WeightAverage(decay=0.8)]},
     "units": {"records": PEOPLE},
     "units-records": {"records": PEOPLE},
 }

@@ -18,6 +18,7 @@ from transformers.distributed import DistributedConfig
 from hf_private.distributed.ranks import Ranks
 from hf_private.gradients.bookkeeper import trainable
 from hf_private.trainer import setup
+from hf_private.trainer.averaging import WeightAverage
 from tests.support import training, zoo
 from tests.support.ranks.engine import failure
 from tests.support.ranks.runs import EVALUATED, PEOPLE, TRAINERS, make, settings_of, stopped
@@ -139,4 +140,8 @@ def refused(folder: Path) -> dict[str, str | None]:
     saved = EVALUATED | {"eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "save_only_model": True}
     model = loaded(folder / "fsdp-bk-2" / "base")
     found["best"] = failure(make(folder / "no-best", model=model, load_best_model_at_end=True, **saved).train)
+    average = [WeightAverage(decay=0.9)]
+    found["average"] = failure(
+        make(folder / "no-average", model=loaded(folder / "fsdp-bk-2" / "base"), callbacks=average).train
+    )
     return found
