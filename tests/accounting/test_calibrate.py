@@ -1,7 +1,10 @@
 """Noise for a budget."""
 
+from unittest import mock
+
 import pytest
 
+from hf_private.accounting import accountants
 from hf_private.accounting.accountants import ACCOUNTANTS, bounds_by
 from hf_private.accounting.budget import BudgetExceeded, calibrate, enforced_epsilon, epsilon
 from hf_private.accounting.events import Event
@@ -77,3 +80,24 @@ def test_second_opinion_is_enforced_too(monkeypatch: pytest.MonkeyPatch) -> None
     assert 1.1 * epsilon_of([Event(0.0123, (sigma - 1e-5,), 200)], 1e-5, "rdp") > 1.0
     assert enforced_epsilon(events, 1e-5) == pytest.approx(1.1 * rdp_value)
     bounds_by.cache_clear()
+
+
+def test_quick_grids_only_guide_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise for a budget holds by PRV's own grid, however wrong the quick one is."""
+    rdp = ACCOUNTANTS["rdp"]
+    monkeypatch.setitem(ACCOUNTANTS, "prv", rdp)
+    quick = mock.Mock(side_effect=lambda *args, quick: tuple(0.9 * bound for bound in rdp(*args)))
+    monkeypatch.setattr(accountants, "_prv", quick)
+    bounds_by.cache_clear()
+    sigma = calibrate(1.0, 1e-5, 0.0123, 200)
+    assert quick.called
+    assert epsilon([Event(0.0123, (sigma,), 200)], 1e-5).epsilon <= 1.0
+    assert epsilon_of([Event(0.0123, (sigma - 2e-6,), 200)], 1e-5, "rdp") > 1.0
+    bounds_by.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["G1", "G4", "G5", "G10"])
+def test_quick_grids_are_close(name: str) -> None:
+    q, sigma, steps, delta, *_ = GOLDEN[name]
+    own, quick = (bounds_by("prv", ((q, sigma, steps),), delta, 0.01, quick) for quick in (False, True))
+    assert own == pytest.approx(quick, abs=1e-6)

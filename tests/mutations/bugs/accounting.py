@@ -93,4 +93,10 @@ MUTANTS = (
         ),
         "tests/accounting/test_risk_budget.py::test_one_gaussian_has_a_closed_form",
     ),
+    Mutant(
+        "a budget is enforced on the grid that only guides the search",
+        "accounting/budget.py",
+        (("records=records_per_unit) - goal", "records=records_per_unit, quick=True) - goal"),),
+        "tests/accounting/test_calibrate.py::test_quick_grids_only_guide_the_search",
+    ),
 )
