@@ -272,17 +272,18 @@ def _plain(model: nn.Module, loss: Loss, batch: Batch, choices: Choices) -> dict
         seed_all(0)
         with choices:
             losses = loss(model, batch)
-        _check_weights_of_loss(losses, model)
+        beside = _leaves_beside(losses, model)
         (losses * _weights(losses)).sum().backward()  # not autograd.grad, which cannot reach FSDP2's shards
+        _check_weights_of_loss(beside)
         return {name: p.grad for name, p in parameters.items()}
     finally:
         for name, p in parameters.items():
             p.grad = before[name]
 
 
-def _check_weights_of_loss(losses: Tensor, model: nn.Module) -> None:
-    """Weights that a loss has beside the model get gradients without noise, and nothing makes them private."""
-    own, seen, waiting = {id(p) for p in model.parameters()}, set(), [losses.grad_fn]
+def _leaves_beside(losses: Tensor, model: nn.Module) -> list[nn.Parameter]:
+    """The parameters in the graph of the losses that are not the model's. FSDP2's gathered weights are among them."""
+    own, seen, waiting, found = {id(p) for p in model.parameters()}, set(), [losses.grad_fn], []
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
@@ -290,12 +291,26 @@ def _check_weights_of_loss(losses: Tensor, model: nn.Module) -> None:
         seen.add(node)
         weight = getattr(node, "variable", None)
         if isinstance(weight, nn.Parameter) and id(weight) not in own:
-            raise SelfCheckError(
-                f"The loss must have no weights beside those of the model, got one of shape {tuple(weight.shape)}: its"
-                " gradient would have no noise. Remedy: make it a part of the model, or freeze it"
-                " (`requires_grad_(False)`)."
-            )
+            weight.grad = None
+            found.append(weight)
         waiting += [following for following, _ in node.next_functions]
+    return found
+
+
+def _check_weights_of_loss(beside: list[nn.Parameter]) -> None:
+    """Weights that a loss has beside the model get gradients without noise, and nothing makes them private.
+
+    FSDP2 has taken the gradients of its gathered weights, so they have none.
+    """
+    reached = [weight for weight in beside if weight.grad is not None]
+    for weight in reached:
+        weight.grad = None
+    if reached:
+        raise SelfCheckError(
+            f"The loss must have no weights beside those of the model, got one of shape {tuple(reached[0].shape)}: its"
+            " gradient would have no noise. Remedy: make it a part of the model, or freeze it"
+            " (`requires_grad_(False)`)."
+        )
 
 
 def _weights(like: Tensor) -> Tensor:

@@ -122,6 +122,7 @@ def test_copies_in_other_rows_are_warned_about(
 ) -> None:
     """As a dataset that was repeated and then saved. Different people may have written the same, so it trains."""
     monkeypatch.setattr(logging.getLogger("hf_private"), "propagate", True)
+    caplog.set_level(logging.WARNING, logger="hf_private")  # the command line sets the root's
     rows = training.text(records=30)
     for times, told in ((1, False), (3, True)):
         guards.logger.warning_once.cache_clear()

@@ -40,6 +40,7 @@ SIGNATURES = {  # overridden or called method -> its parameters
     "create_model_card": None,
     "push_to_hub": ["self", "commit_message", "blocking", "token", "revision", "kwargs"],
     "_push_from_checkpoint": ["self", "checkpoint_folder"],
+    "_prepare_input": ["self", "data"],
     "_prepare_inputs": ["self", "inputs"],
     "_remove_unused_columns": ["self", "dataset", "description"],
     "_get_collator_with_removed_columns": ["self", "data_collator", "description"],

@@ -7,7 +7,7 @@ MUTANTS = (
         "the loss of adding a record is that of removing one",
         "accounting/pld.py",
         (("-logs if adds else logs", "logs"),),
-        "tests/accounting/test_pld.py",
+        "tests/accounting/test_pld.py::test_one_step_is_that_of_the_package",
     ),
     Mutant(
         "an attacker's risk is that of the easier direction",

@@ -6,7 +6,7 @@ MUTANTS = (
     Mutant(
         "weights of a loss get gradients without noise",
         "gradients/selfcheck.py",
-        (("        _check_weights_of_loss(losses, model)\n", ""),),
+        (("        _check_weights_of_loss(beside)\n", ""),),
         "tests/gradients/test_selfcheck.py::test_weights_of_a_loss_are_refused",
     ),
     Mutant(
