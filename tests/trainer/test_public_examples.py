@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from hf_private.trainer.data_guards import public_batch
 from tests.support import training, zoo
 
 
@@ -121,6 +122,14 @@ def test_examples_that_are_private_or_too_few_are_refused(tmp_path: Path, exampl
     made = training.trainer(tmp_path, zoo.small("bert"), records, public_examples=given)
     with pytest.raises(ValueError, match="`public_examples`"):
         made.train()
+
+
+def test_the_training_set_itself_is_refused_wherever_it_is_asked_for(tmp_path: Path) -> None:
+    """The comparison of contents comes first, but not in all runs."""
+    records = training.text()
+    made = training.trainer(tmp_path, zoo.small("bert"), records, public_examples=records)
+    with pytest.raises(ValueError, match="`public_examples`"):
+        public_batch(made, 2, 4, None)
 
 
 def test_public_texts_of_different_lengths_are_compared(tmp_path: Path) -> None:

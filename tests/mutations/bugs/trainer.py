@@ -376,7 +376,7 @@ MUTANTS = (
         "the self-check runs on the training set",
         "trainer/data_guards.py",
         (("    if examples is trainer.train_dataset:\n", "    if False:\n"),),
-        "tests/trainer/test_public_examples.py::test_examples_that_are_private_or_too_few_are_refused[private]",
+        "tests/trainer/test_public_examples.py::test_the_training_set_itself_is_refused_wherever_it_is_asked_for",
     ),
     Mutant(
         "inputs that a subclass mixes are not tested",
