@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.linalg import vecdot, vector_norm
 
 from . import onednn
-from .products import ROUNDING, is_half, operands, product, weighted_product, widen
+from .products import is_half, operands, product, weighted_product, widen
 
 # The Gram form of a norm can cancel: its rounding error is relative to (sum_t |a_t||ds_t|)^2, not to the norm.
 # `sq_norm` adds this many units of the dtype's epsilon times that bound, so that it never rounds down.
@@ -253,17 +253,11 @@ class Outer(PerSample):
         return is_half(self.left, self.right)
 
     def sq_norm(self, grams: Grams | None = None) -> Tensor:
-        total, bound = self.sq_parts(grams)
-        return total if bound is None else total.sqrt_().add_(bound, alpha=ROUNDING).square_()
-
-    def sq_parts(self, grams: Grams | None = None) -> tuple[Tensor, Tensor | None]:
-        """Squared norms (N,), and `sum_t |left_t| |right_t|` (N,) if a weighted sum rounds once more."""
         half = self.half
         if self.left.shape[1] == 1:
             left, right = operands(self.left, self.right)
             squares = [x.double().square().sum((1, 2)) for x in (left, right)]  # no underflow
-            total = (squares[0] * squares[1]).to(widen(left).dtype)
-            return total, total.sqrt() if half else None
+            return (squares[0] * squares[1]).to(widen(left).dtype)
         grams = grams or Grams()
         left, right = grams(self.left, half), grams(self.right, half)
         bound = vecdot(left.lengths, right.lengths)
@@ -275,8 +269,7 @@ class Outer(PerSample):
         if exponents:
             exponent = torch.stack(exponents).sum(0)
             total = (total.double() * power_of_two(2 * exponent, torch.float64)).to(total.dtype)
-            bound = (bound.double() * power_of_two(exponent, torch.float64)).to(bound.dtype)
-        return total, bound if half else None
+        return total
 
     def weighted_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
         if into is None:
@@ -372,11 +365,10 @@ class Tied(PerSample):
         self.outer, self.rows = outer, rows
 
     def sq_norm(self, grams: Grams | None = None) -> Tensor:
-        (outer, bound), rows = self.outer.sq_parts(grams), self.rows.sq_norm()
+        outer, rows = self.outer.sq_norm(grams), self.rows.sq_norm()
         exact = outer + rows + 2 * self.outer.inner(self.rows)
         # The cross term may cancel; its rounding is relative to the parts.
-        total = exact.clamp_min(0) + (outer + rows) * (ROUNDING_UNITS * torch.finfo(exact.dtype).eps)
-        return total if bound is None else total.sqrt_().add_(bound, alpha=ROUNDING).square_()
+        return exact.clamp_min(0) + (outer + rows) * (ROUNDING_UNITS * torch.finfo(exact.dtype).eps)
 
     def weighted_sum(self, c: Tensor, into: Tensor | None = None) -> Tensor:
         return self.rows.weighted_sum(c, self.outer.weighted_sum(c, into))

@@ -1,8 +1,8 @@
 """Products of half-precision matrices, added up in float32: in one place, because clipping depends on how they round.
 
-A Gram matrix or a clipped sum of bfloat16 operands is a sum of products that float32 holds exactly (8 bits times 8
-bits). So it may be computed by hardware that multiplies bfloat16 and adds in float32, at several times the speed of
-float32. It may not be computed with sums in bfloat16, which lose what is small: the norm of a record could be too low.
+A Gram matrix of bfloat16 operands is a sum of products that float32 holds exactly (8 bits times 8 bits). So it may be
+computed by hardware that multiplies bfloat16 and adds in float32, at several times the speed of float32. It may not be
+computed with sums in bfloat16, which lose what is small: the norm of a record could be too low.
 The ways to ask torch for such a product:
 
     out_dtype    `torch.mm(a, b, out_dtype=torch.float32)`, on CUDA
@@ -19,25 +19,14 @@ function of one record, the same for its norm and for its sum, so the gradient t
 summed: that of the rounded operands. (Under autocast, it is the gradient of what the model has computed: it has
 rounded the same activations.)
 
-**Weights.** In a clipped sum `sum_n c_n l_n^T r_n` the weight multiplies one operand before the product, which rounds
-again. Let u = 2^-8, the relative error of rounding to bfloat16. The entries of c l_t change by at most u c |l_ti|, the
-position's row by at most u c |l_t|, and so the record's part of the sum by at most
-
-    |sum_t (c l_t + e_t)^T r_t - c sum_t l_t^T r_t| <= sum_t |e_t| |r_t| <= u c sum_t |l_t| |r_t| =: u c L
-
-in the Frobenius norm. A norm that is taken as |g| + u L keeps c (|g| + u L) <= clip_norm, hence the part that is
-released, rounding included, at most the clip norm. `Outer.sq_norm` does this; its Gram form has the lengths |l_t| and
-|r_t| anyway.
-
-CPUs that multiply bfloat16 do so twice as fast where the result is bfloat16, too. So the gradient of each long record
-is computed in bfloat16, from sums in float32 that are rounded once, and the weighted gradients of the records are
-added up in float32. That changes c g by at most u c |g| <= u c L. What is smaller than bfloat16's least number (1e-38)
-may be lost, which only shortens the part.
+**Weights.** In a clipped sum `sum_n c_n l_n^T r_n` the weight multiplies one operand. bfloat16 would round it again,
+by up to 2^-8 of it. The record's own norm could leave room for that, but the way to multiply follows from the shapes
+of the batch: a record more or less, or a longer one, would change what is rounded in the parts of all others, and so
+the sum by more than the clip norm where many records are alike. So sums with weights are products in float32.
 """
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache
 
 import torch
@@ -46,8 +35,6 @@ from torch import Tensor
 from . import onednn
 
 HALF = torch.bfloat16
-ROUNDING = 2.0**-8 * (1 + 2.0**-7)  # u, and what float32 rounds when the operand is scaled
-BY_RECORDS = 64  # positions: the gradients of shorter records take longer to add up than to compute
 IN_CACHE = 1 << 22  # elements of a gradient, at most: larger ones do not stay in a CPU's cache
 AGREES = 2.0**-16  # of sum_k |a_k| |b_k|: float32 stays far below, sums in bfloat16 or TF32 operands far above
 
@@ -92,29 +79,18 @@ def product(left: Tensor, right: Tensor, half: bool = False) -> Tensor:
 
 def weighted_product(left: Tensor, right: Tensor, c: Tensor, into: Tensor | None = None) -> Tensor:
     """`sum_n c_n left_n^T right_n` (p, d) of (N, T, p), (N, T, d) and (N,); added in place to `into`, if given."""
-    half = is_half(left, right)
-    left, right = operands(left, right)
-    if half and _by_records(left, right):
-        total = torch.zeros(left.shape[2], right.shape[2], device=left.device) if into is None else into
-        for one, other, weight in zip(left, right, c.tolist(), strict=True):
-            total.add_(torch.mm(one.t(), other), alpha=weight)  # in float32
-        return total
-    scale = c.to(torch.promote_types(left.dtype, torch.float32)).view(-1, 1, 1)
-    if left.shape[2] <= right.shape[2]:  # scale the smaller factor; bfloat16 becomes float32
+    left, right = (widen(x) for x in operands(left, right))  # what the weights make of them is not rounded again
+    scale = c.to(left.dtype).view(-1, 1, 1)
+    if left.shape[2] <= right.shape[2]:  # scale the smaller factor
         left = left * scale
     else:
         right = right * scale
     left, right = left.flatten(0, 1).t(), right.flatten(0, 1)
     if into is None:
-        return product(left, right, half)
-    way = _way(left, right) if half else _widened
-    if way not in (_by_onednn, _widened):
-        return into.add_(way(left, right))
-    left, right = widen(left), widen(right)
-    if not half and into.numel() <= IN_CACHE and onednn.fits(left, right):
+        return product(left, right)
+    if into.numel() <= IN_CACHE and onednn.fits(left, right):
         return into.add_(onednn.multiply(left, right))
-    with _Rounding() if way is _by_onednn else nullcontext():
-        return torch.addmm(into, left, right, out=into)  # torch's counter of operations does not know `addmm_`
+    return torch.addmm(into, left, right, out=into)  # torch's counter of operations does not know `addmm_`
 
 
 # ---- ways
@@ -176,26 +152,8 @@ def _best(device: str, axes: int, left: tuple[int, int], columns: int) -> Produc
     return found[0] if found else _widened
 
 
-def _by_records(left: Tensor, right: Tensor) -> bool:
-    """Whether to sum the gradients of records that were computed in bfloat16."""
-    pays = left.shape[1] >= BY_RECORDS and left.shape[2] * right.shape[2] <= IN_CACHE
-    return pays and _rounds_once(left.device.type, _class(left), _class(right)[1])
-
-
-@cache
-def _rounds_once(device: str, left: tuple[int, int], columns: int) -> bool:
-    """Whether a CPU adds up products of bfloat16 in float32 when the result is bfloat16."""
-    if device != "cpu" or not _ways(device):
-        return False
-
-    def rounded(a: Tensor, b: Tensor) -> Tensor:
-        return torch.mm(a.t().contiguous().t(), b).float()  # the layout of a sum
-
-    return agrees(rounded, device, 2, (left[1], left[0]), columns, within=ROUNDING)
-
-
 @torch.no_grad()
-def agrees(way: Product, device: str, axes: int, left: tuple[int, int], columns: int, within: float = AGREES) -> bool:
+def agrees(way: Product, device: str, axes: int, left: tuple[int, int], columns: int) -> bool:
     """Whether a way adds up products of bfloat16 in float32, for matrices of this size, in batches if `axes` is 3.
 
     The first product of each sum is 1, the others are near 2^-10: added to 1 in bfloat16, they are lost.
@@ -217,4 +175,4 @@ def agrees(way: Product, device: str, axes: int, left: tuple[int, int], columns:
     except (NotImplementedError, RuntimeError, TypeError):
         return False
     exact = _widened(a, b)  # of numbers above 0: the sum of absolute values, too
-    return found.dtype == torch.float32 and bool(((found - exact).abs() <= within * exact).all())
+    return found.dtype == torch.float32 and bool(((found - exact).abs() <= AGREES * exact).all())

@@ -71,9 +71,7 @@ class Ragged(PerSample):
         """The gradients of records that have rows, in groups, so that little is padding."""
         for numbers, rows, route in self.route.by_size():
             value = Outer(route.padded(self.left[rows]), route.padded(self.right[rows]))
-            # In half precision the weights round once more, which only the norm of `Outer` leaves room for.
-            form = value.instantiating_is_smaller() and not value.half
-            yield numbers, Dense(value.dense()) if form else value
+            yield numbers, Dense(value.dense()) if value.instantiating_is_smaller() else value
 
     def sq_norm(self, grams: Grams | None = None) -> Tensor:
         total = widen(self.left).new_zeros(self.route.number)

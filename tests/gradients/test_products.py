@@ -27,7 +27,6 @@ def rounding(left: Tensor, right: Tensor) -> Tensor:
 def rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products as on a device that rounds what is multiplied by a weight."""
     monkeypatch.setattr(products, "_way", lambda left, right: rounding)
-    monkeypatch.setattr(products, "_rounds_once", lambda device, left, columns: False)
 
 
 # ---- the product
@@ -93,11 +92,6 @@ def test_a_way_is_used_only_if_it_adds_up_in_float32(way: Callable, wanted: bool
         assert products.agrees(way, "cpu", axes, left, columns) is wanted
 
 
-def test_results_in_half_precision_are_used_only_if_they_are_rounded_once() -> None:
-    assert products.agrees(lambda a, b: rounding(a, b).to(HALF).float(), "cpu", 2, (64, 256), 64, products.ROUNDING)
-    assert not products.agrees(lambda a, b: one_by_one(a, b).float(), "cpu", 2, (16, 256), 16, products.ROUNDING)
-
-
 def test_a_way_that_does_not_agree_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_ways", lambda device: [in_half])
     monkeypatch.setattr(products, "_best", products._best.__wrapped__)
@@ -115,9 +109,8 @@ def test_both_operands_are_rounded_for_norms_and_for_sums(other: torch.dtype) ->
     exact = torch.einsum("nti,ntj->nij", left.double(), right.to(HALF).double())
     assert torch.allclose(value.dense().double(), exact, rtol=1e-5, atol=1e-5)
     norm = exact.flatten(1).norm(dim=1)
-    lengths = (left.double().norm(dim=2) * right.to(HALF).double().norm(dim=2)).sum(1)
     found = value.sq_norm().double().sqrt()
-    assert (found >= norm + 2**-8 * lengths).all() and (found <= norm + 2**-7.5 * lengths).all()
+    assert (found >= norm * (1 - 1e-6)).all() and (found <= norm * (1 + 1e-4)).all()
     ones = torch.ones(3)
     assert torch.allclose(value.weighted_sum(ones).double(), exact.sum(0), rtol=1e-5, atol=1e-4)
 
@@ -131,7 +124,7 @@ def test_float16_is_widened() -> None:
     assert torch.equal(value.weighted_sum(torch.tensor([0.3, 0.7])), wide.weighted_sum(torch.tensor([0.3, 0.7])))
 
 
-# ---- no record weighs more than the clip norm, although its weight rounds once more
+# ---- a weight rounds no more than float32 does
 
 
 def adversarial(kind: str) -> Outer:
@@ -139,7 +132,7 @@ def adversarial(kind: str) -> Outer:
     if kind == "one position":
         return Outer(torch.ones(1, 1, 24, dtype=HALF), random(1, 1, 32))
     if kind in ("all alike", "long"):
-        positions = 9 if kind == "all alike" else products.BY_RECORDS + 1
+        positions = 9 if kind == "all alike" else 65
         return Outer(torch.ones(1, positions, 24, dtype=HALF), random(1, 1, 32).expand(1, positions, 32))
     # Two positions cancel but for the last bit of their output gradients, which rounding turns into several.
     left = torch.ones(1, 2, 24, dtype=HALF)
@@ -159,13 +152,17 @@ def excess(value: persample.PerSample) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_released_of_a_record_is_at_most_the_clip_norm(kind: str, rounds: None) -> None:
-    assert excess(adversarial(kind)) <= 1
+    assert excess(adversarial(kind)) <= 1 + 1e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_the_slack_it_is_more(kind: str, rounds: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(persample, "ROUNDING", 0.0)
-    assert excess(adversarial(kind)) > 1.001
+def test_the_part_of_a_record_does_not_depend_on_its_batch(kind: str, rounds: None) -> None:
+    """Beside a longer record, another way to multiply may be chosen: many records would be rounded in another way."""
+    value = adversarial(kind)
+    formed = value.dense()[0].double()
+    for c in torch.linspace(1, 2, 33):
+        part = value.weighted_sum(c.view(1)).double()
+        assert (part - c * formed).norm() <= 1e-6 * c * (value.left.float().norm() * value.right.float().norm())
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -174,8 +171,8 @@ def test_a_tied_weight_is_bounded_too(sign: int, rounds: None) -> None:
     outer = Outer(torch.ones(1, 1, 6, dtype=HALF), random(1, 1, 32))
     index = torch.arange(6).unsqueeze(0)
     rows = Rows(index, (sign * outer.dense()[0] * 0.9).unsqueeze(0).to(HALF), torch.Size((6, 32)))
-    assert excess(outer + rows) <= 1
+    assert excess(outer + rows) <= 1 + 1e-6
 
 
 def test_the_sums_of_this_machine_are_bounded_too() -> None:
-    assert all(excess(adversarial(kind)) <= 1 for kind in KINDS)
+    assert all(excess(adversarial(kind)) <= 1 + 1e-6 for kind in KINDS)

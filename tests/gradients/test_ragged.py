@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from hf_private.gradients import products
 from hf_private.gradients.bookkeeper import BookKeeper
 from hf_private.gradients.layers.attribution import Attribution, UncoveredError
 from hf_private.gradients.parts import transposed
@@ -59,23 +58,6 @@ def test_norms_never_round_down(dtype):
         exact = torch.stack([left[RECORDS == n].double().T @ right[RECORDS == n].double() for n in range(6)])
         norms, wanted = value.sq_norm().double().sqrt(), exact.flatten(1).norm(dim=1)
         assert (norms >= wanted * (1 - 1e-6)).all() and (norms <= wanted * 1.02 + 1e-20).all()
-
-
-def test_what_the_weights_round_in_half_precision_has_room_in_the_norm(monkeypatch):
-    """Of a size at which float32 would have its gradients formed, whose norm leaves no room."""
-
-    def rounded(left, right):  # what a processor does that multiplies bfloat16
-        return left.to(torch.bfloat16).float() @ right.to(torch.bfloat16).float()
-
-    monkeypatch.setattr(products, "_ways", lambda device: [rounded])
-    products._best.cache_clear()
-    released = []
-    for scale in torch.linspace(1, 2, 33).tolist():
-        right = torch.full((3, 5), scale).to(torch.bfloat16)
-        value = Ragged(torch.ones(3, 4, dtype=torch.bfloat16), right, Route(torch.zeros(3, dtype=torch.long), 1))
-        released.append(value.weighted_sum(1 / value.sq_norm().sqrt()).double().norm().item())
-    products._best.cache_clear()
-    assert 0.99 < max(released) <= 1
 
 
 class Experts(nn.Module):
