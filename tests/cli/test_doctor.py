@@ -90,7 +90,7 @@ def test_every_parameter_of_bert_is_covered(tmp_path: Path, capsys: pytest.Captu
     rules = {entry["name"]: entry["note"] for entry in found["parameters"]}
     assert rules["bert.embeddings.word_embeddings.weight"] == "Embedding"
     assert rules["classifier.bias"] == "Linear"
-    assert [*found["methods"]][:3] == ["plain training", "BK", "BK on LoRA r=2"]
+    assert [*found["methods"]][:2] == ["plain training", "BK"] and "BK on LoRA r=2" in found["methods"]
     assert found["methods"]["RGP r=2"]["flops"] < found["methods"]["plain training"]["flops"]
 
 
@@ -119,7 +119,8 @@ def test_a_base_of_few_bits_is_priced(tmp_path: Path, capsys: pytest.CaptureFixt
     assert 0.45 * linear < totals[8] - totals[4] < 0.5 * linear, "half a byte for each entry, but for the scales"
     assert totals[8] < lora - 2.5 * linear, "a byte instead of four"
     assert main(["doctor", folder, "--bits", "8", "--memory", str(lora / 1e9), "--length", "9", "--batch", "3"]) == 0
-    assert "fit: BK on LoRA r=8; BK on LoRA r=8, 8 bits." in capsys.readouterr().out
+    fits = capsys.readouterr().out.partition("fit: ")[2].partition(".")[0].split("; ")
+    assert {"BK on LoRA r=8", "BK on LoRA r=8, 8 bits"} <= set(fits) and "BK" not in fits
 
 
 def test_tied_weight_shows_both_rules(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

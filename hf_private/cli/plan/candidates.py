@@ -80,7 +80,7 @@ def _on(
     found = [candidate("BK", None, rows(lambda model: model)[1])]
     for rank in RANKS:
         try:
-            _, _, *low_rank = rows(lambda model: model, r=rank)
+            _, _, *low_rank = (row for row in rows(lambda model: model, r=rank) if "train_only" not in row.method)
         except ValueError:  # no linear layers, or smaller ones
             continue
         kinds = zip(("LoRA", "RGP", "LSG"), low_rank, strict=True)
